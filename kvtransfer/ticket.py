@@ -1,0 +1,67 @@
+"""The hand-off ticket and the transport card: what one worker must know of another's blocks (pure; msgpack).
+
+A ticket is opaque to the router and never accepted from clients. It names no consumer and no attempt, so another
+decode worker may use it; it carries no wall-clock time, since only the producer's monotonic clock ends a lease.
+"""
+
+import hmac
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any
+
+import msgpack
+
+from kvtransfer.errors import TicketError
+
+TICKET_VERSION = 1
+"""History: 1 first. Bump when a field of :class:`Ticket` changes its meaning, or a new one must be understood."""
+
+_MAC_BYTES = 32
+
+
+@dataclass(frozen=True)
+class AgentCard:
+    """How to reach one worker's pool over one transport. A secret: its holder can read the pool."""
+
+    worker_id: str
+    epoch: int  # random u64 of this incarnation, never 0
+    fingerprint: bytes  # of the KVLayout
+    num_blocks: int
+    transport: str
+    metadata: bytes  # what the transport itself needs (NIXL metadata, host and port ...)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The right to pull one sequence's KV. ``generations`` are the even (sealed) values of ``block_ids``."""
+
+    ticket_id: bytes  # 16 random bytes
+    worker_id: str
+    epoch: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    fingerprint: bytes
+    num_tokens: int  # KV of this many tokens is filled; the last block may be partial
+    prefix: bytes  # hashing.prefix_hash of exactly these tokens
+    key_id: str = "0"
+
+    def sign(self, secret: bytes) -> bytes:
+        """Packed ticket: msgpack bytes followed by HMAC-SHA256 over exactly those bytes."""
+        body: bytes = msgpack.packb({"v": TICKET_VERSION, **asdict(self)})
+        return body + hmac.digest(secret, body, sha256)
+
+
+def open_ticket(data: bytes, secret: bytes) -> Ticket:
+    """Verify and unpack what :meth:`Ticket.sign` made; raises :class:`TicketError`."""
+    body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+    if not hmac.compare_digest(hmac.digest(secret, body, sha256), mac):
+        raise TicketError("the ticket's signature does not match: forged, cut, or from another deployment")
+    fields: dict[str, Any] = msgpack.unpackb(body)
+    if fields.pop("v", None) != TICKET_VERSION:
+        raise TicketError(f"the ticket's version is not {TICKET_VERSION}")
+    fields["block_ids"] = tuple(fields["block_ids"])
+    fields["generations"] = tuple(fields["generations"])
+    ticket = Ticket(**fields)
+    if len(ticket.block_ids) != len(ticket.generations):
+        raise TicketError("the ticket has not one generation per block")
+    return ticket

@@ -1,0 +1,1 @@
+"""Load generation against a running OpenAI-compatible server. Talks HTTP only."""

@@ -1,0 +1,404 @@
+"""Every message between a router R and a worker, in the order of the conversation (pure; msgpack).
+
+::
+
+    R → worker   Hello            version, role, nonce          handshake: mutual HMAC challenge,
+    worker → R   Challenge        version, nonce, proof         see ``router.link``
+    R → worker   Proof            proof, wanted tickets
+    worker → R   Welcome          worker card
+    R → D        Reserve          ids                            D first, so nobody waits while holding
+    D → R        Reserved | Refused
+    R → P        Prefill          ids, sampling
+    P → R        Prefilled        first token, ticket            (or Failed)
+    R → D        Decode           ticket, prompt + first token   (no ticket: D computes all, as a mixed worker does)
+    D → R        UnknownPeer      → R sends Peer{card} and Decode again
+    D → R        Pulled           → R sends Release to P
+    R → P        Release | Renew
+    D → R        Tokens …         the last one has a finish reason: that is the terminal message
+    R → any      Abort            → Failed{kind="aborted"}, unless a terminal message is already on its way
+    both ways    Ping / Pong      each second; the pong carries the engine's step counter
+    worker → R   Load             at least once a second, and on each change of state
+
+For each (request, attempt) that R opened at a worker by Reserve, Prefill or Decode, the worker sends exactly one
+terminal message: Refused, Prefilled, Tokens with ``finish``, or Failed. A Reserve that was answered by Reserved stays
+open until its Decode ends, or an Abort.
+
+Frames are a u32 big-endian length and a msgpack map ``{"t": message name, **fields}``. Unknown fields are ignored, so
+that fields with defaults can be added. Nothing is pickled. Token ids travel as packed little-endian u32.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+import msgpack
+
+from kvtransfer.ticket import AgentCard
+
+PROTOCOL_VERSION = 1
+"""History: 1 first. Bump when an old peer could misread a message; not for a new field with a default."""
+
+MAX_FRAME_UNAUTHENTICATED = 64 * 1024
+MAX_FRAME = 16 * 1024 * 1024
+
+
+class WireError(Exception):
+    """A frame that cannot be understood; the connection that carried it is closed."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. ``max_tokens`` and ``min_tokens`` count from the prompt's end, over all attempts."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # u64; with (choice, position) it keys the noise of each token
+    choice: int = 0
+    stop_ids: tuple[int, ...] = ()  # end the answer, once min_tokens are there (eos included, unless ignored)
+
+
+@dataclass(frozen=True)
+class WorkerCard:
+    """One incarnation of a worker, as it registers itself."""
+
+    worker_id: str
+    epoch: int
+    role: str  # prefill | decode | mixed
+    model: str  # served model name
+    host: str
+    port: int
+    pid: int
+    layout: Mapping[str, Any]  # fields of kvtransfer.layout.KVLayout
+    agents: tuple[AgentCard, ...]  # one per transport
+    kv_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    token_budget: int
+
+
+# --- handshake (router.link) ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First frame of a connection. ``epoch`` names the incarnation of the worker that the router expects."""
+
+    version: int
+    router_id: str
+    router_epoch: int
+    worker_id: str
+    epoch: int
+    nonce: bytes
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """The worker's nonce, and its proof that it knows the secret."""
+
+    version: int
+    nonce: bytes
+    proof: bytes
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The router's proof, and the tickets that it still wants after a reconnect; others of this router are released."""
+
+    proof: bytes
+    tickets: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The handshake is over."""
+
+    card: WorkerCard
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The handshake failed; the connection is closed after this frame."""
+
+    reason: str
+
+
+# --- router to worker ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Set aside blocks at D for ``ids``; blocks that D's prefix cache holds are pinned."""
+
+    request: bytes
+    attempt: int
+    ids: bytes
+    salt: bytes = b""
+    deadline_ms: int = 0  # time left for the whole request, 0: none
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Compute ``ids`` and sample the token at position ``len(ids)``. ``export``: keep the KV under a lease."""
+
+    request: bytes
+    attempt: int
+    ids: bytes
+    num_prompt: int
+    sampling: Sampling
+    salt: bytes = b""
+    export: bool = True
+    deadline_ms: int = 0
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Sample from position ``len(ids)`` on. With a ticket, pull the KV of its tokens first, into the reservation.
+
+    An empty ticket needs no reservation: everything is computed here (mixed worker, recompute).
+    """
+
+    request: bytes
+    attempt: int
+    ids: bytes
+    num_prompt: int
+    sampling: Sampling
+    ticket: bytes = b""
+    salt: bytes = b""
+    deadline_ms: int = 0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How D reaches P's pool; sent once per epoch of P, or when D says UnknownPeer."""
+
+    card: AgentCard
+
+
+@dataclass(frozen=True)
+class Release:
+    """The KV of this ticket is not needed any more. Idempotent."""
+
+    ticket_id: bytes
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Extend these leases. Answered by Expired for those that ran out already."""
+
+    ticket_ids: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Drop whatever this request holds on the worker, at any stage. Idempotent; unknown requests are ignored."""
+
+    request: bytes
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Take no new work, finish or hand back the rest within ``deadline_ms``, then leave."""
+
+    deadline_ms: int
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Both ways, each second."""
+
+    seq: int
+
+
+# --- worker to router ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pong:
+    """Answer to Ping. ``steps`` is the engine's step counter (0 from a router)."""
+
+    seq: int
+    steps: int = 0
+    busy: bool = False  # the engine has work: with ``steps`` standing still, it hangs
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """D holds blocks for the request. ``cached_tokens``: of its prompt, already in D's prefix cache."""
+
+    request: bytes
+    attempt: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The worker takes this on neither now (``retry``) nor ever (not ``retry``). Terminal."""
+
+    request: bytes
+    attempt: int
+    reason: str
+    retry: bool
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """The first token, and the ticket for the KV behind it. Terminal for P; the lease lives on by itself.
+
+    ``finish`` is "stop" or "length" when the token ends the answer: then there is no ticket. ``ticket`` is opaque;
+    id, lease and token count are repeated in clear for the router.
+    """
+
+    request: bytes
+    attempt: int
+    token: int
+    cached_tokens: int
+    finish: str = ""
+    ticket: bytes = b""
+    ticket_id: bytes = b""
+    lease_ms: int = 0
+    num_tokens: int = 0
+    queue_ms: float = 0.0  # from arrival at P to the first chunk
+    prefill_ms: float = 0.0  # from the first chunk to the token
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The KV is verified in D's pool and the sequence is admitted; P may free its blocks."""
+
+    request: bytes
+    attempt: int
+    num_blocks: int  # moved; the others were in D's prefix cache
+    num_bytes: int
+    pull_ms: float
+
+
+@dataclass(frozen=True)
+class UnknownPeer:
+    """D has no card for this incarnation of P. The request stays open; send Peer, then Decode again."""
+
+    request: bytes
+    attempt: int
+    worker_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Expired:
+    """These leases had run out before the renewal arrived; they stay ended."""
+
+    ticket_ids: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens; ``first_index`` counts from the prompt's end. ``finish`` ("stop", "length") makes it terminal."""
+
+    request: bytes
+    attempt: int
+    first_index: int
+    ids: tuple[int, ...]
+    finish: str = ""
+    cached_tokens: int = 0  # prompt tokens that were not computed, in a mixed worker's first message
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The attempt ended without an answer. Terminal.
+
+    ``kind``: aborted | pull (the KV could not be fetched or verified) | deadline | invalid (the request itself is
+    wrong) | draining | internal.
+    """
+
+    request: bytes
+    attempt: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a worker is doing now. Counters only grow within an epoch."""
+
+    state: str  # starting | ready | draining
+    transport: str
+    running: int
+    waiting: int
+    tickets: int  # exported, not yet released or expired
+    waiting_tokens: int  # not yet computed, of waiting and running sequences
+    blocks: Mapping[str, int]  # free, active, cached, leased, quarantined
+    steps: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    pulled_bytes: int
+    pulled_blocks: int
+    preemptions: int
+    failed_pulls: int
+    expired_leases: int
+
+
+Message = (
+    Hello | Challenge | Proof | Welcome | Rejected
+    | Reserve | Prefill | Decode | Peer | Release | Renew | Abort | Drain
+    | Ping | Pong
+    | Reserved | Refused | Prefilled | Pulled | UnknownPeer | Expired | Tokens | Failed | Load
+)  # fmt: skip
+
+_MESSAGES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+_NESTED: dict[str, type[Any]] = {"Sampling": Sampling, "WorkerCard": WorkerCard, "AgentCard": AgentCard}
+
+
+def encode(message: Message) -> bytes:
+    """One frame, length included."""
+    body: bytes = msgpack.packb({"t": type(message).__name__, **asdict(message)})
+    return len(body).to_bytes(4, "big") + body
+
+
+def decode(body: bytes) -> Message:
+    """The message in a frame's body; raises :class:`WireError` for anything that is not one."""
+    try:
+        raw = msgpack.unpackb(body)
+        cls = _MESSAGES[raw.pop("t")]
+        return typing.cast("Message", build(cls, raw))
+    except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException) as error:
+        raise WireError(f"not a message of protocol version {PROTOCOL_VERSION}: {error!r}") from error
+
+
+_SCALARS: dict[str, type | tuple[type, ...]] = {
+    "int": int, "str": str, "bytes": bytes, "bool": bool, "float": (float, int),
+}  # fmt: skip
+
+
+def build(cls: type[Any], raw: Mapping[str, Any]) -> Any:
+    """A dataclass of this module from plain data: unknown keys ignored, types checked, lists become tuples."""
+    values = {}
+    for field in fields(cls):
+        if field.name not in raw:
+            if field.default is MISSING:
+                raise KeyError(f"{cls.__name__}.{field.name} is missing")
+            continue
+        values[field.name] = _convert(str(field.type), raw[field.name])
+    return cls(**values)
+
+
+def _convert(kind: str, value: Any) -> Any:
+    if kind in _SCALARS:
+        if not isinstance(value, _SCALARS[kind]) or (kind == "int" and isinstance(value, bool)):
+            raise TypeError(f"{value!r} is not {kind}")
+        return value
+    if kind in _NESTED:
+        return build(_NESTED[kind], value)
+    if kind.startswith("tuple["):
+        return tuple(_convert(kind[6:-6], item) for item in value)
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not a map")
+    return value

@@ -1,0 +1,18 @@
+"""Limits of one engine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What one engine may use. ``0`` and ``auto`` are resolved by :func:`services.config.resolve`."""
+
+    kv_blocks: int = 0  # blocks in the pool, block 0 is reserved for padding; 0: from the machine's memory
+    block_size: int = 16  # token slots per block
+    max_model_len: int = 0  # longest prompt + answer in tokens; 0: what the model was trained for
+    max_num_seqs: int = 32  # sequences in one step
+    token_budget: int = 0  # tokens computed in one step; 0: 256 on CPU, 8192 on CUDA
+    threads: int = 0  # torch threads; 0: the cores shared by the workers of this host
+    dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on CPU, bfloat16 on CUDA
+    device: str = "auto"  # cpu or cuda
+    prefix_cache: bool = True
