@@ -6,32 +6,34 @@
     worker → R   Challenge        version, nonce, proof         see ``router.link``
     R → worker   Proof            proof, wanted tickets
     worker → R   Welcome          worker card
-    R → D        Reserve          ids                            D first, so nobody waits while holding
+    R → D        Reserve          ids; D first, so that nobody waits while holding
     D → R        Reserved | Refused
     R → P        Prefill          ids, sampling
-    P → R        Prefilled        first token, ticket            (or Failed)
-    R → D        Decode           ticket, prompt + first token   (no ticket: D computes all, as a mixed worker does)
+    P → R        Prefilled        first token, ticket (or Failed)
+    R → D        Decode           ticket, prompt + first token
+                                  (no ticket: D computes all, as a mixed worker does)
     D → R        UnknownPeer      → R sends Peer{card} and Decode again
     D → R        Pulled           → R sends Release to P
     R → P        Release | Renew
     D → R        Tokens …         the last one has a finish reason: that is the terminal message
-    R → any      Abort            → Failed{kind="aborted"}, unless a terminal message is already on its way
+    R → any      Abort            → Failed{kind="aborted"}, unless a terminal message is on its way
     both ways    Ping / Pong      each second; the pong carries the engine's step counter
     worker → R   Load             at least once a second, and on each change of state
 
-For each (request, attempt) that R opened at a worker by Reserve, Prefill or Decode, the worker sends exactly one
-terminal message: Refused, Prefilled, Tokens with ``finish``, or Failed. A Reserve that was answered by Reserved stays
-open until its Decode ends, or an Abort.
+For each (request, attempt) that R opened at a worker by Reserve, Prefill or Decode, the worker
+sends exactly one terminal message: Refused, Prefilled, Tokens with ``finish``, or Failed. A Reserve
+that was answered by Reserved stays open until its Decode ends, or an Abort.
 
-Frames are a u32 big-endian length and a msgpack map ``{"t": message name, **fields}``. Unknown fields are ignored, so
-that fields with defaults can be added. Nothing is pickled. Token ids travel as packed little-endian u32.
+Frames are a u32 big-endian length and a msgpack map ``{"t": message name, **fields}``. Unknown
+fields are ignored, so that fields with defaults can be added. Nothing is pickled. Token ids travel
+as packed little-endian u32.
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import msgpack
@@ -39,7 +41,10 @@ import msgpack
 from kvtransfer.ticket import AgentCard
 
 PROTOCOL_VERSION = 1
-"""History: 1 first. Bump when an old peer could misread a message; not for a new field with a default."""
+"""History: 1 first.
+
+Bump when an old peer could misread a message; not for a new field with a default.
+"""
 
 MAX_FRAME_UNAUTHENTICATED = 64 * 1024
 MAX_FRAME = 16 * 1024 * 1024
@@ -51,7 +56,10 @@ class WireError(Exception):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. ``max_tokens`` and ``min_tokens`` count from the prompt's end, over all attempts."""
+    """How tokens are chosen.
+
+    ``max_tokens`` and ``min_tokens`` count from the prompt's end, over all attempts.
+    """
 
     max_tokens: int
     min_tokens: int = 0
@@ -61,7 +69,7 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0  # u64; with (choice, position) it keys the noise of each token
     choice: int = 0
-    stop_ids: tuple[int, ...] = ()  # end the answer, once min_tokens are there (eos included, unless ignored)
+    stop_ids: tuple[int, ...] = ()  # end the answer, after min_tokens; eos is one unless ignored
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,12 @@ class WorkerCard:
     token_budget: int
 
 
-# --- handshake (router.link) ---------------------------------------------------------------------------------------
+# --- handshake (router.link) ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hello:
-    """First frame of a connection. ``epoch`` names the incarnation of the worker that the router expects."""
+    """First frame of a connection. ``epoch``: the worker's incarnation that the router expects."""
 
     version: int
     router_id: str
@@ -110,7 +118,10 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Proof:
-    """The router's proof, and the tickets that it still wants after a reconnect; others of this router are released."""
+    """The router's proof, and the tickets that it still wants after a reconnect.
+
+    All other tickets of this router are released.
+    """
 
     proof: bytes
     tickets: tuple[bytes, ...] = ()
@@ -130,7 +141,7 @@ class Rejected:
     reason: str
 
 
-# --- router to worker ------------------------------------------------------------------------------------------------
+# --- router to worker -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,10 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute ``ids`` and sample the token at position ``len(ids)``. ``export``: keep the KV under a lease."""
+    """Compute ``ids`` and sample the token at position ``len(ids)``.
+
+    ``export``: keep the KV under a lease, for a ticket.
+    """
 
     request: bytes
     attempt: int
@@ -160,9 +174,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Sample from position ``len(ids)`` on. With a ticket, pull the KV of its tokens first, into the reservation.
+    """Sample from position ``len(ids)`` on.
 
-    An empty ticket needs no reservation: everything is computed here (mixed worker, recompute).
+    With a ticket, pull the KV of its tokens first, into the reservation. An empty ticket needs no
+    reservation: everything is computed here (mixed worker, recompute).
     """
 
     request: bytes
@@ -198,7 +213,10 @@ class Renew:
 
 @dataclass(frozen=True)
 class Abort:
-    """Drop whatever this request holds on the worker, at any stage. Idempotent; unknown requests are ignored."""
+    """Drop whatever this request holds on the worker, at any stage.
+
+    Idempotent; unknown requests are ignored.
+    """
 
     request: bytes
     attempt: int
@@ -218,7 +236,7 @@ class Ping:
     seq: int
 
 
-# --- worker to router ------------------------------------------------------------------------------------------------
+# --- worker to router -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,7 +250,7 @@ class Pong:
 
 @dataclass(frozen=True)
 class Reserved:
-    """D holds blocks for the request. ``cached_tokens``: of its prompt, already in D's prefix cache."""
+    """D holds blocks for the request. ``cached_tokens``: of its prompt, already in D's cache."""
 
     request: bytes
     attempt: int
@@ -251,10 +269,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The first token, and the ticket for the KV behind it. Terminal for P; the lease lives on by itself.
+    """The first token, and the ticket for the KV behind it. Terminal; the lease lives on by itself.
 
-    ``finish`` is "stop" or "length" when the token ends the answer: then there is no ticket. ``ticket`` is opaque;
-    id, lease and token count are repeated in clear for the router.
+    ``finish`` is "stop" or "length" when the token ends the answer: then there is no ticket.
+    ``ticket`` is opaque; id, lease and token count are repeated in clear for the router.
     """
 
     request: bytes
@@ -283,7 +301,10 @@ class Pulled:
 
 @dataclass(frozen=True)
 class UnknownPeer:
-    """D has no card for this incarnation of P. The request stays open; send Peer, then Decode again."""
+    """D has no card for this incarnation of P.
+
+    The request stays open; send Peer, then Decode again.
+    """
 
     request: bytes
     attempt: int
@@ -300,22 +321,25 @@ class Expired:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens; ``first_index`` counts from the prompt's end. ``finish`` ("stop", "length") makes it terminal."""
+    """New tokens; ``first_index`` counts from the prompt's end.
+
+    ``finish`` ("stop", "length") makes it terminal.
+    """
 
     request: bytes
     attempt: int
     first_index: int
     ids: tuple[int, ...]
     finish: str = ""
-    cached_tokens: int = 0  # prompt tokens that were not computed, in a mixed worker's first message
+    cached_tokens: int = 0  # prompt tokens not computed; in a mixed worker's first message
 
 
 @dataclass(frozen=True)
 class Failed:
     """The attempt ended without an answer. Terminal.
 
-    ``kind``: aborted | pull (the KV could not be fetched or verified) | deadline | invalid (the request itself is
-    wrong) | draining | internal.
+    ``kind``: aborted | pull (the KV could not be fetched or verified) | deadline | invalid (the
+    request itself is wrong) | draining | internal.
     """
 
     request: bytes
@@ -354,12 +378,16 @@ Message = (
 )  # fmt: skip
 
 _MESSAGES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
-_NESTED: dict[str, type[Any]] = {"Sampling": Sampling, "WorkerCard": WorkerCard, "AgentCard": AgentCard}
+_NESTED: dict[str, type[Any]] = {
+    "Sampling": Sampling,
+    "WorkerCard": WorkerCard,
+    "AgentCard": AgentCard,
+}
 
 
 def encode(message: Message) -> bytes:
     """One frame, length included."""
-    body: bytes = msgpack.packb({"t": type(message).__name__, **asdict(message)})
+    body: bytes = msgpack.packb({"t": type(message).__name__, **vars(message)}, default=vars)
     return len(body).to_bytes(4, "big") + body
 
 
@@ -370,7 +398,9 @@ def decode(body: bytes) -> Message:
         cls = _MESSAGES[raw.pop("t")]
         return typing.cast("Message", build(cls, raw))
     except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException) as error:
-        raise WireError(f"not a message of protocol version {PROTOCOL_VERSION}: {error!r}") from error
+        raise WireError(
+            f"not a message of protocol version {PROTOCOL_VERSION}: {error!r}"
+        ) from error
 
 
 _SCALARS: dict[str, type | tuple[type, ...]] = {
@@ -378,27 +408,44 @@ _SCALARS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
+def _schema(cls: type[Any]) -> tuple[tuple[str, str, bool], ...]:
+    """(name, type as text, required) of each field."""
+    return tuple(
+        (
+            field.name,
+            field.type if isinstance(field.type, str) else field.type.__name__,
+            field.default is MISSING,
+        )
+        for field in fields(cls)
+    )
+
+
+_SCHEMAS = {cls: _schema(cls) for cls in (*_MESSAGES.values(), *_NESTED.values())}
+
+
 def build(cls: type[Any], raw: Mapping[str, Any]) -> Any:
-    """A dataclass of this module from plain data: unknown keys ignored, types checked, lists become tuples."""
+    """A dataclass of this module from plain data.
+
+    Unknown keys are ignored, types are checked, lists become tuples.
+    """
     values = {}
-    for field in fields(cls):
-        if field.name not in raw:
-            if field.default is MISSING:
-                raise KeyError(f"{cls.__name__}.{field.name} is missing")
-            continue
-        values[field.name] = _convert(str(field.type), raw[field.name])
+    for name, kind, required in _SCHEMAS[cls]:
+        if name in raw:
+            values[name] = _convert(kind, raw[name])
+        elif required:
+            raise KeyError(f"{cls.__name__}.{name} is missing")
     return cls(**values)
 
 
 def _convert(kind: str, value: Any) -> Any:
     if kind in _SCALARS:
         if not isinstance(value, _SCALARS[kind]) or (kind == "int" and isinstance(value, bool)):
-            raise TypeError(f"{value!r} is not {kind}")
+            raise TypeError(f"{value!r:.80} is not {kind}")
         return value
     if kind in _NESTED:
         return build(_NESTED[kind], value)
     if kind.startswith("tuple["):
-        return tuple(_convert(kind[6:-6], item) for item in value)
+        return tuple([_convert(kind[6:-6], item) for item in value])
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is not a map")
+        raise TypeError(f"{value!r:.80} is not a map")
     return value
