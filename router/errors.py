@@ -1,0 +1,114 @@
+"""The exception tree of this package.
+
+::
+
+    RouterError
+    ├── LinkError             a connection to a worker could not be made
+    └── RequestError          a request ends here; carries what the client is told
+        ├── BadRequest        400: the client's mistake
+        ├── Unauthorized      401
+        ├── NotFound          404
+        ├── TooLarge          413
+        ├── QueueFull         429: come back later
+        ├── Unavailable       503: nothing can serve this now, come back later
+        ├── DeadlineExceeded  504
+        └── InternalError     500: our mistake, or a worker's
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RouterError(Exception):
+    """Base of all errors raised by the router."""
+
+
+class LinkError(RouterError):
+    """A connection to a worker could not be made; the message says why."""
+
+
+class RequestError(RouterError):
+    """A request ends with this error. ``body()`` is the OpenAI error object."""
+
+    status = 500
+    kind = "InternalServerError"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """``{"error": ...}``; the code is the HTTP status, as clients' retry code expects."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code or self.status,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Headers that tell the client whether to try again."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class BadRequest(RequestError):
+    """The client's mistake; ``param`` names the field."""
+
+    status = 400
+    kind = "BadRequestError"
+
+
+class Unauthorized(RequestError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class NotFound(RequestError):
+    """No such model or path."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class TooLarge(RequestError):
+    """The body is larger than the server reads."""
+
+    status = 413
+    kind = "BadRequestError"
+
+
+class QueueFull(RequestError):
+    """Too many requests wait already."""
+
+    status = 429
+    kind = "RateLimitError"
+    retry_after_s = 1
+
+
+class Unavailable(RequestError):
+    """Nothing can serve this now; trying again makes sense."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retry_after_s = 1
+
+
+class DeadlineExceeded(RequestError):
+    """The request's time was over before it was answered."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
+
+
+class InternalError(RequestError):
+    """Our mistake, or a worker's."""

@@ -1,0 +1,483 @@
+"""One framed, authenticated TCP connection between a router and a worker (asyncio).
+
+Knows frames, the handshake and who is alive; it does not know what the messages mean. A connection
+goes through these states, and from each of them to closed:
+
+::
+
+    router   hello sent ──Challenge──► proof sent ──Welcome──► open ──► closed
+    worker   silent ──Hello──► challenged ──Proof──► open ──► closed
+
+Both sides prove that they know the deployment's secret before anything else is said: an HMAC over
+version, role, both nonces and both identities, so that a proof serves neither the other role nor
+another connection. Whoever has not proven it yet may send 64 KiB frames, has 2 s, and is one of at
+most 64. A peer that sends nothing for 3 s (it is pinged each second), or does not read what it is
+sent, is dead. Bad frames close their own connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from typing import Protocol
+
+import msgpack
+
+from router.errors import LinkError
+from router.wire import (
+    MAX_FRAME,
+    MAX_FRAME_UNAUTHENTICATED,
+    PROTOCOL_VERSION,
+    Challenge,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Proof,
+    Rejected,
+    Welcome,
+    WireError,
+    WorkerCard,
+    decode,
+    encode,
+)
+
+HANDSHAKE_TIMEOUT_S = 2.0
+PING_INTERVAL_S = 1.0
+DEAD_AFTER_S = 3.0
+MAX_UNAUTHENTICATED = 64  # sockets of one worker that have not proven the secret yet
+MAX_UNSENT_BYTES = 64 * 1024 * 1024  # a peer that is further behind does not read
+CLOSE_TIMEOUT_S = 1.0  # to flush the last frames to the peer
+NONCE_BYTES = 32
+
+_HANDSHAKE = (Hello, Challenge, Proof, Welcome, Rejected)
+
+log = logging.getLogger(__name__)
+
+
+def prove(secret: bytes, role: str, hello: Hello, worker_nonce: bytes) -> bytes:
+    """What ``role`` ("router" or "worker") must send to show that it knows the secret."""
+    parts = (
+        "baton",
+        PROTOCOL_VERSION,
+        role,
+        hello.nonce,
+        worker_nonce,
+        hello.worker_id,
+        hello.epoch,
+        hello.router_id,
+        hello.router_epoch,
+    )
+    return hmac.digest(secret, msgpack.packb(parts), sha256)
+
+
+class Link(asyncio.Protocol):
+    """A connection as both sides use it, once it is open.
+
+    The two subclasses in this file add the two halves of the handshake. Callbacks run on the event
+    loop; after ``on_close``, which comes exactly once for each link that was open, there are none.
+    """
+
+    def __init__(self) -> None:
+        self.open = False  # authenticated, and not closed
+        self.peer_name = "?"  # for logs
+        self.close_reason = ""
+        self.peer_steps = 0  # the engine's step counter, as of the last pong
+        self.peer_busy = False
+        self.last_pong = 0.0  # loop time
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._last_heard = 0.0  # loop time of the last bytes
+        self._timer: asyncio.TimerHandle | None = None
+        self._pings = 0
+        self._was_open = False
+        self._reported = False
+
+    # --- for the owner ---------------------------------------------------------------------------
+
+    def send(self, *messages: Message) -> None:
+        """Queue messages, in one write. Messages to a closed link are dropped."""
+        if self.open:
+            self._write(messages)
+
+    def close(self, reason: str = "closed by us") -> None:
+        """Flush what was sent, then close. ``on_close`` follows, not from within this call."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._end(reason)
+        self._transport.close()
+        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    # --- to be filled by the two sides -----------------------------------------------------------
+
+    def _handshake(self, message: Message) -> None:
+        """A message before the link is open; raises WireError when it should not have come."""
+        raise NotImplementedError
+
+    def _deliver(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def _progress(self) -> tuple[int, bool]:
+        return 0, False
+
+    def _closed(self, was_open: bool) -> None:
+        raise NotImplementedError
+
+    # --- asyncio.Protocol ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.peer_name = str(transport.get_extra_info("peername"))
+        self._last_heard = self._loop.time()
+        self._timer = self._loop.call_later(
+            HANDSHAKE_TIMEOUT_S, self._abort, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s"
+        )
+
+    def data_received(self, data: bytes) -> None:
+        self._last_heard = self._loop.time()
+        self._buffer += data
+        try:
+            for body in self._frames():
+                self._receive(decode(body))
+                if self._is_closing():
+                    return
+        except WireError as error:
+            self._abort(str(error))
+        except Exception:
+            log.exception("link to %s: a message could not be handled", self.peer_name)
+            self._abort("a message could not be handled")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(f"connection lost: {error}" if error else "closed by the peer")
+        self._forget()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _frames(self) -> Iterable[bytes]:
+        """The complete frames in the buffer; the limit is read anew for each of them."""
+        while len(self._buffer) >= 4:
+            size = int.from_bytes(self._buffer[:4], "big")
+            limit = MAX_FRAME if self.open else MAX_FRAME_UNAUTHENTICATED
+            if size > limit:
+                raise WireError(f"a frame of {size} bytes, {limit} are allowed")
+            if len(self._buffer) < 4 + size:
+                return
+            body = bytes(self._buffer[4 : 4 + size])
+            del self._buffer[: 4 + size]
+            yield body
+
+    def _receive(self, message: Message) -> None:
+        if not self.open:
+            self._handshake(message)
+        elif isinstance(message, Ping):
+            steps, busy = self._progress()
+            self._write((Pong(message.seq, steps, busy),))
+        elif isinstance(message, Pong):
+            self.last_pong = self._loop.time()
+            self.peer_steps, self.peer_busy = message.steps, message.busy
+        elif isinstance(message, _HANDSHAKE):
+            raise WireError(f"{type(message).__name__} after the handshake")
+        else:
+            self._deliver(message)
+
+    def _opened(self) -> None:
+        self.open = self._was_open = True
+        self.last_pong = self._loop.time()
+        if self._timer:
+            self._timer.cancel()
+        self._tick(self._loop.time())
+
+    def _tick(self, due: float) -> None:
+        """Each second: is the peer alive? Then ping it."""
+        now = self._loop.time()
+        if now - due > PING_INTERVAL_S:  # our own loop stood still; the peer's bytes may be waiting
+            self._last_heard = now
+        if now - self._last_heard > DEAD_AFTER_S:
+            self._abort(f"nothing heard for {DEAD_AFTER_S:g} s")
+            return
+        self._pings += 1
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._tick, now + PING_INTERVAL_S)
+        self._write((Ping(self._pings),))
+
+    def _write(self, messages: Iterable[Message]) -> None:
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        self._transport.write(b"".join(map(encode, messages)))
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._abort(f"{MAX_UNSENT_BYTES} bytes unread by the peer")
+
+    def _is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def _abort(self, reason: str) -> None:
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self, reason: str) -> None:
+        """No more messages, no more timers."""
+        self.open = False
+        if not self.close_reason:
+            self.close_reason = reason
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _forget(self) -> None:
+        """Report the end, once."""
+        if not self._reported:
+            self._reported = True
+            self._closed(self._was_open)
+
+
+# --- the router's side ---------------------------------------------------------------------------
+
+
+class _RouterLink(Link):
+    def __init__(
+        self,
+        hello: Hello,
+        secret: bytes,
+        tickets: tuple[bytes, ...],
+        on_message: Callable[[Link, Message], None],
+        on_close: Callable[[Link], None],
+    ) -> None:
+        super().__init__()
+        self.card: asyncio.Future[WorkerCard] = self._loop.create_future()
+        self._hello = hello
+        self._secret = secret
+        self._tickets = tickets
+        self._on_message = on_message
+        self._on_close = on_close
+        self._challenged = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._write((self._hello,))
+
+    def _handshake(self, message: Message) -> None:
+        match message:
+            case Rejected(reason):
+                self._abort(f"refused by the worker: {reason}")
+            case Challenge() if not self._challenged:
+                self._challenged = True
+                if message.version != PROTOCOL_VERSION:
+                    self._abort(_version_reason(message.version))
+                    return
+                expected = prove(self._secret, "worker", self._hello, message.nonce)
+                if not hmac.compare_digest(message.proof, expected):
+                    self._abort("the worker does not know this deployment's secret")
+                    return
+                proof = prove(self._secret, "router", self._hello, message.nonce)
+                self._write((Proof(proof, self._tickets),))
+            case Welcome(card) if self._challenged:
+                self._opened()
+                if not self.card.done():
+                    self.card.set_result(card)
+            case _:
+                raise WireError(f"{type(message).__name__} during the handshake")
+
+    def _deliver(self, message: Message) -> None:
+        self._on_message(self, message)
+
+    def _closed(self, was_open: bool) -> None:
+        if not self.card.done():
+            self.card.set_exception(LinkError(self.close_reason))
+            self.card.exception()  # so that nobody complains when the caller has given up
+        if was_open:
+            self._on_close(self)
+
+
+async def connect_worker(
+    host: str,
+    port: int,
+    worker_id: str,
+    epoch: int,
+    router_id: str,
+    router_epoch: int,
+    secret: bytes,
+    tickets: tuple[bytes, ...],
+    on_message: Callable[[Link, Message], None],
+    on_close: Callable[[Link], None],
+) -> Link:
+    """An open link to exactly this incarnation of a worker; raises LinkError with the reason.
+
+    ``tickets``: those still wanted from it; it releases all others of this router. Messages may
+    arrive before this returns. ``on_close`` is called only for links that were open.
+    """
+    hello = Hello(
+        PROTOCOL_VERSION, router_id, router_epoch, worker_id, epoch, os.urandom(NONCE_BYTES)
+    )
+    loop = asyncio.get_running_loop()
+    link: _RouterLink | None = None
+    try:
+        async with asyncio.timeout(2 * HANDSHAKE_TIMEOUT_S):
+            _, link = await loop.create_connection(
+                lambda: _RouterLink(hello, secret, tickets, on_message, on_close), host, port
+            )
+            await link.card
+    except BaseException as error:
+        if link is not None:
+            link._abort("given up")
+        if isinstance(error, OSError):  # also the timeout
+            reason = str(error) or "timeout"
+            raise LinkError(f"worker {worker_id} at {host}:{port}: {reason}") from error
+        if isinstance(error, LinkError):
+            raise LinkError(f"worker {worker_id} at {host}:{port}: {error}") from error
+        raise
+    return link
+
+
+# --- the worker's side ---------------------------------------------------------------------------
+
+
+class OnConnect(Protocol):
+    """A router has connected and proven itself; ``tickets`` are those it still wants."""
+
+    def __call__(self, link: Link, hello: Hello, tickets: tuple[bytes, ...]) -> None: ...
+
+
+class _WorkerLink(Link):
+    def __init__(self, server: WorkerServer) -> None:
+        super().__init__()
+        self.hello: Hello | None = None
+        self._server = server
+        self._nonce = os.urandom(NONCE_BYTES)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._server.welcome(self):
+            self._abort(f"more than {MAX_UNAUTHENTICATED} unauthenticated connections")
+
+    def _handshake(self, message: Message) -> None:
+        if isinstance(message, Hello) and self.hello is None:
+            self._challenge(message)
+        elif isinstance(message, Proof) and self.hello is not None:
+            expected = prove(self._server.secret, "router", self.hello, self._nonce)
+            if not hmac.compare_digest(message.proof, expected):
+                self._reject("you do not know this deployment's secret")
+                return
+            self._server.replace_older(self.hello.router_id)
+            self._write((Welcome(self._server.card()),))
+            self._opened()
+            self._server.on_connect(self, self.hello, message.tickets)
+        else:
+            raise WireError(f"{type(message).__name__} during the handshake")
+
+    def _challenge(self, hello: Hello) -> None:
+        card = self._server.card()
+        if hello.version != PROTOCOL_VERSION:
+            self._reject(_version_reason(hello.version))
+        elif (hello.worker_id, hello.epoch) != (card.worker_id, card.epoch):
+            self._reject("the worker here is another one, or another incarnation")
+        elif len(hello.nonce) != NONCE_BYTES:
+            raise WireError(f"a nonce has {NONCE_BYTES} bytes")
+        else:
+            self.hello = hello
+            proof = prove(self._server.secret, "worker", hello, self._nonce)
+            self._write((Challenge(PROTOCOL_VERSION, self._nonce, proof),))
+
+    def _reject(self, reason: str) -> None:
+        self._write((Rejected(reason),))
+        self.close(reason)
+
+    def _progress(self) -> tuple[int, bool]:
+        return self._server.progress()
+
+    def _deliver(self, message: Message) -> None:
+        self._server.on_message(self, message)
+
+    def _closed(self, was_open: bool) -> None:
+        self._server.forget(self)
+        log.info("connection from %s ended: %s", self.peer_name, self.close_reason)
+        if was_open:
+            self._server.on_close(self)
+
+
+class WorkerServer:
+    """What :func:`serve_worker` returns: the listening socket and its connections."""
+
+    def __init__(
+        self,
+        card: Callable[[], WorkerCard],
+        secret: bytes,
+        on_connect: OnConnect,
+        on_message: Callable[[Link, Message], None],
+        on_close: Callable[[Link], None],
+        progress: Callable[[], tuple[int, bool]],
+    ) -> None:
+        self.card = card
+        self.secret = secret
+        self.on_connect = on_connect
+        self.on_message = on_message
+        self.on_close = on_close
+        self.progress = progress
+        self.links: set[_WorkerLink] = set()
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._no_links = asyncio.Event()
+
+    async def listen(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _WorkerLink(self), host, port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def replace_older(self, router_id: str) -> None:
+        """Close the older connection of a router that has just proven itself anew."""
+        for link in list(self.links):
+            if link.open and link.hello is not None and link.hello.router_id == router_id:
+                link._abort("replaced by a newer connection of the same router")
+                link._forget()  # now, so that the owner sees the end before the new beginning
+
+    def welcome(self, link: _WorkerLink) -> bool:
+        """Take a new connection in, unless too many have not proven themselves yet."""
+        self.links.add(link)
+        self._no_links.clear()
+        return sum(not other.open for other in self.links) <= MAX_UNAUTHENTICATED
+
+    def forget(self, link: _WorkerLink) -> None:
+        self.links.discard(link)
+        if not self.links:
+            self._no_links.set()
+
+    async def close(self) -> None:
+        """Stop listening, flush and close all connections; ``on_close`` has run for each."""
+        if self._server is None:
+            return
+        self._server.close()
+        for link in list(self.links):
+            link.close("the worker stops")
+        if self.links:
+            await self._no_links.wait()  # at most CLOSE_TIMEOUT_S, then they are aborted
+        await self._server.wait_closed()
+
+
+async def serve_worker(
+    host: str,
+    port: int,
+    card: Callable[[], WorkerCard],
+    secret: bytes,
+    on_connect: OnConnect,
+    on_message: Callable[[Link, Message], None],
+    on_close: Callable[[Link], None],
+    progress: Callable[[], tuple[int, bool]],
+) -> WorkerServer:
+    """Listen for routers (port 0: any free one, see ``.port``).
+
+    ``card`` is asked at each handshake, so it may change after the port is known. ``progress`` is
+    (the engine's step counter, whether it has work) and is asked for each pong.
+    """
+    server = WorkerServer(card, secret, on_connect, on_message, on_close, progress)
+    await server.listen(host, port)
+    return server
+
+
+def _version_reason(theirs: int) -> str:
+    return f"protocol version {PROTOCOL_VERSION} is spoken here, not {theirs}"
