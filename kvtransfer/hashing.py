@@ -1,6 +1,7 @@
 """Names of KV blocks: a chained hash over token ids (pure).
 
-The engines' prefix caches and the router's prefix index call the same function, so they agree byte for byte.
+The engines' prefix caches and the router's prefix index call the same function, so they agree byte
+for byte.
 """
 
 import struct
@@ -26,7 +27,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 def block_hash(parent: bytes, ids: Sequence[int], block_size: int, salt: bytes) -> bytes:
-    """BLAKE2b-128 over (block size, salt, parent, little-endian u32 ids): the name of one full block.
+    """The name of one full block: BLAKE2b-128 over (block size, salt, parent, little-endian ids).
 
     ``parent`` is the hash of the block before it, empty for the first one.
     """

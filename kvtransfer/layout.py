@@ -1,8 +1,9 @@
 """How KV lies in memory, and which workers may exchange it (pure).
 
-A pool is ``num_blocks`` *spans*. A span is one block's KV, ``[num_layers, 2, num_kv_heads, block_size, head_dim]``,
-contiguous, followed by a 64-byte trailer. So a transport needs one descriptor per block for all layers, and a head
-slice for another tensor-parallel size is contiguous per (layer, K or V).
+A pool is ``num_blocks`` *spans*. A span is one block's KV, contiguous, ``[num_layers, 2,
+num_kv_heads, block_size, head_dim]``, followed by a 64-byte trailer. So a transport needs one
+descriptor per block for all layers, and a head slice for another tensor-parallel size is contiguous
+per (layer, K or V).
 """
 
 from dataclasses import asdict, dataclass
@@ -20,11 +21,21 @@ FORM = ("block_size", "dtype", "tp_size")
 
 
 @dataclass(frozen=True)
+class Stamp:
+    """What a trailer or a seal says: this block of this incarnation, in this generation."""
+
+    epoch: int
+    generation: int
+    block_id: int = -1  # -1 in a seal, which does not hold it
+    checksum: int = 0  # 0: none was computed
+
+
+@dataclass(frozen=True)
 class KVLayout:
     """Everything that decides the bytes of a block.
 
-    The *identity* fields must be equal for two workers' KV to mean the same; the *form* fields must be equal until
-    a converter for the difference exists.
+    The *identity* fields must be equal for two workers' KV to mean the same; the *form* fields must
+    be equal until a converter for the difference exists.
     """
 
     weights: str  # sha256 of the weights: KV of other weights is another language
@@ -61,7 +72,7 @@ class KVLayout:
         return blake2b(text.encode(), digest_size=16).digest()
 
     def check_compatible(self, other: "KVLayout") -> None:
-        """Raise :class:`LayoutMismatch`, naming each differing field with both values, unless KV can be exchanged."""
+        """Raise :class:`LayoutMismatch`, naming each differing field, unless they are equal."""
         differing = [
             f"{kind} {name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
             for kind, names in (("identity", IDENTITY), ("form", FORM))

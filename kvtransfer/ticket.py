@@ -1,7 +1,8 @@
-"""The hand-off ticket and the transport card: what one worker must know of another's blocks (pure; msgpack).
+"""The hand-off ticket and the transport card: what one worker must know of another's blocks.
 
-A ticket is opaque to the router and never accepted from clients. It names no consumer and no attempt, so another
-decode worker may use it; it carries no wall-clock time, since only the producer's monotonic clock ends a lease.
+Pure; msgpack. A ticket is opaque to the router and never accepted from clients. It names no
+consumer and no attempt, so another decode worker may use it; it carries no wall-clock time, since
+only the producer's monotonic clock ends a lease.
 """
 
 import hmac
@@ -14,7 +15,8 @@ import msgpack
 from kvtransfer.errors import TicketError
 
 TICKET_VERSION = 1
-"""History: 1 first. Bump when a field of :class:`Ticket` changes its meaning, or a new one must be understood."""
+"""History: 1 first. Bump when a field of :class:`Ticket` changes its meaning, or a new one must be
+understood."""
 
 _MAC_BYTES = 32
 
@@ -33,7 +35,10 @@ class AgentCard:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to pull one sequence's KV. ``generations`` are the even (sealed) values of ``block_ids``."""
+    """The right to pull one sequence's KV.
+
+    ``generations`` are the even (sealed) values of ``block_ids``.
+    """
 
     ticket_id: bytes  # 16 random bytes
     worker_id: str
@@ -55,7 +60,9 @@ def open_ticket(data: bytes, secret: bytes) -> Ticket:
     """Verify and unpack what :meth:`Ticket.sign` made; raises :class:`TicketError`."""
     body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
     if not hmac.compare_digest(hmac.digest(secret, body, sha256), mac):
-        raise TicketError("the ticket's signature does not match: forged, cut, or from another deployment")
+        raise TicketError(
+            "the ticket's signature does not match: forged, cut, or from another deployment"
+        )
     fields: dict[str, Any] = msgpack.unpackb(body)
     if fields.pop("v", None) != TICKET_VERSION:
         raise TicketError(f"the ticket's version is not {TICKET_VERSION}")
