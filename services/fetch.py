@@ -2,7 +2,7 @@
 
 A model is a built-in alias, a folder as Hugging Face lays it out, or a GGUF file. The cache::
 
-    ~/.cache/baton/gguf/<name>.gguf             as downloaded: tests compare with other readers of it
+    ~/.cache/baton/gguf/<name>.gguf             as downloaded: tests compare other readers of it
     ~/.cache/baton/models/<name>-<hash>-v<N>/   by version N of the converter, with baton.json
 
 A file or folder appears in the cache under its own name only when it is complete; whatever a killed
