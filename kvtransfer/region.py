@@ -8,21 +8,21 @@ the allocator's and the engine's business.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import TRAILER_BYTES, KVLayout, Stamp
+from kvtransfer.layout import KVLayout, Stamp
 
-_TRAILER_WORDS = TRAILER_BYTES // 8  # epoch, block id, generation, checksum or 0, then zeros
-
-
-def _signed(value: int) -> int:
-    """u64 to the int64 with the same bits (torch has no u64 arithmetic)."""
-    return value - (1 << 64) if value >= 1 << 63 else value
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
-def _unsigned(value: int) -> int:
-    return value & 0xFFFF_FFFF_FFFF_FFFF
+def _tensor(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """u64 values as an int64 tensor with the same bits (torch has no u64 arithmetic).
+
+    By way of numpy: for a hundred rows that is several times faster than ``torch.tensor``.
+    """
+    return torch.from_numpy(np.array(rows, dtype=np.uint64).view(np.int64)).to(device)
 
 
 class Region:
@@ -51,55 +51,50 @@ class Region:
             inner.insert(0, inner[0] * size)
         self.kv: Tensor = flat.as_strided((num_blocks, *layout.shape), (stride, *inner))
         self._words = self.spans.view(torch.int64)  # [num_blocks, span_bytes / 8]
-        self._trailers = self._words[:, layout.kv_bytes // 8 :]
+        # u64 [num_blocks, 4]: epoch, block id, generation, checksum or 0; the rest stays zero.
+        self._trailers = self._words[:, layout.kv_bytes // 8 :][:, :4]
         self.seals = torch.zeros((num_blocks, 2), dtype=torch.int64, device=device)
         self.staging = torch.zeros((num_blocks, 2), dtype=torch.int64, device=device)
 
     def open(self, epoch: int, blocks: Sequence[tuple[int, int]]) -> None:
         """Publish ``(block id, odd generation)`` pairs, before the first write to the blocks."""
-        if blocks:
-            rows = torch.tensor(blocks, device=self.seals.device)  # [n, 2]: block id, generation
-            self._publish(epoch, rows)
+        self._stamp(self.seals, blocks, [(epoch, g) for _, g in blocks])
 
     def seal(self, epoch: int, blocks: Sequence[tuple[int, int]], checksums: bool = False) -> None:
         """Stamp ``(block id, even generation)`` pairs, after the last write to the blocks."""
-        if not blocks:
-            return
-        rows = torch.tensor(blocks, device=self.spans.device)  # [n, 2]: block id, generation
-        trailers = torch.zeros((len(blocks), _TRAILER_WORDS), dtype=torch.int64, device=rows.device)
-        trailers[:, 0] = _signed(epoch)
-        trailers[:, 1:3] = rows
-        if checksums:
-            sums = [_signed(s) for s in self.checksum([b for b, _ in blocks])]
-            trailers[:, 3] = torch.tensor(sums, device=rows.device)
-        self._trailers[rows[:, 0]] = trailers
-        self._publish(epoch, rows)
-
-    def _publish(self, epoch: int, rows: Tensor) -> None:
-        seals = rows.clone()
-        seals[:, 0] = _signed(epoch)
-        self.seals[rows[:, 0]] = seals
+        sums = self.checksum([b for b, _ in blocks]) if checksums else [0] * len(blocks)
+        rows = [(epoch, b, g, s) for (b, g), s in zip(blocks, sums, strict=True)]
+        self._stamp(self._trailers, blocks, rows)
+        self._stamp(self.seals, blocks, [(epoch, g) for _, g in blocks])
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero the trailers and staged seals of ``blocks``: only a new arrival matches a ticket."""
         if blocks:
-            index = torch.tensor(blocks, device=self.spans.device)
-            self._trailers[index] = 0
-            self.staging[index] = 0
+            index = _tensor(blocks, self.spans.device)
+            self._trailers.index_fill_(0, index, 0)
+            self.staging.index_fill_(0, index, 0)
 
     def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
         """What the trailers of local ``blocks`` say now."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.spans.device)
-        rows = self._trailers[index].tolist()
-        return [Stamp(_unsigned(e), _unsigned(g), b, _unsigned(s)) for e, b, g, s, *_ in rows]
+        return [Stamp(e, g, b, s) for e, b, g, s in self._rows(self._trailers, blocks)]
 
     def staged_seals(self, blocks: Sequence[int]) -> list[Stamp]:
         """The peer's seals that arrived for local ``blocks``."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.spans.device)
-        rows = self.staging[index].tolist()
-        return [Stamp(_unsigned(e), _unsigned(g)) for e, g in rows]
+        return [Stamp(e, g) for e, g in self._rows(self.staging, blocks)]
 
     def checksum(self, blocks: Sequence[int]) -> list[int]:
         """u64 sum of each block's KV bytes read as little-endian u64 words (wrapping)."""
         num_words = self.layout.kv_bytes // 8
-        return [_unsigned(int(self._words[block, :num_words].sum().item())) for block in blocks]
+        return [int(self._words[block, :num_words].sum().item()) & _U64 for block in blocks]
+
+    def _stamp(
+        self, where: Tensor, blocks: Sequence[tuple[int, int]], rows: Sequence[Sequence[int]]
+    ) -> None:
+        if blocks:
+            index = _tensor([b for b, _ in blocks], where.device)
+            where.index_copy_(0, index, _tensor(rows, where.device))
+
+    def _rows(self, where: Tensor, blocks: Sequence[int]) -> list[list[int]]:
+        rows = where.index_select(0, _tensor(blocks, where.device)).cpu().numpy()
+        values: list[list[int]] = rows.view(np.uint64).tolist()
+        return values
