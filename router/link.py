@@ -96,7 +96,7 @@ class Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._pings = 0
         self._was_open = False
-        self._reported = False
+        self._reported = asyncio.Event()  # the end of this connection
 
     # --- for the owner ---------------------------------------------------------------------------
 
@@ -112,6 +112,10 @@ class Link(asyncio.Protocol):
         self._end(reason)
         self._transport.close()
         self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    async def wait_closed(self) -> None:
+        """Until ``on_close`` has run; after :meth:`close` that takes a second at most."""
+        await self._reported.wait()
 
     # --- to be filled by the two sides -----------------------------------------------------------
 
@@ -232,8 +236,8 @@ class Link(asyncio.Protocol):
 
     def _forget(self) -> None:
         """Report the end, once."""
-        if not self._reported:
-            self._reported = True
+        if not self._reported.is_set():
+            self._reported.set()
             self._closed(self._was_open)
 
 
@@ -395,7 +399,7 @@ class _WorkerLink(Link):
         self._server.on_message(self, message)
 
     def _closed(self, was_open: bool) -> None:
-        self._server.forget(self)
+        self._server.links.discard(self)
         log.info("connection from %s ended: %s", self.peer_name, self.close_reason)
         if was_open:
             self._server.on_close(self)
@@ -422,7 +426,6 @@ class WorkerServer:
         self.links: set[_WorkerLink] = set()
         self.port = 0
         self._server: asyncio.Server | None = None
-        self._no_links = asyncio.Event()
 
     async def listen(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
@@ -439,13 +442,7 @@ class WorkerServer:
     def welcome(self, link: _WorkerLink) -> bool:
         """Take a new connection in, unless too many have not proven themselves yet."""
         self.links.add(link)
-        self._no_links.clear()
         return sum(not other.open for other in self.links) <= MAX_UNAUTHENTICATED
-
-    def forget(self, link: _WorkerLink) -> None:
-        self.links.discard(link)
-        if not self.links:
-            self._no_links.set()
 
     async def close(self) -> None:
         """Stop listening, flush and close all connections; ``on_close`` has run for each."""
@@ -454,8 +451,7 @@ class WorkerServer:
         self._server.close()
         for link in list(self.links):
             link.close("the worker stops")
-        if self.links:
-            await self._no_links.wait()  # at most CLOSE_TIMEOUT_S, then they are aborted
+        await asyncio.gather(*(link.wait_closed() for link in list(self.links)))
         await self._server.wait_closed()
 
 

@@ -1,0 +1,54 @@
+"""Limits and choices of one router (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """What an operator may set. The YAML block ``router:`` and flags are made of these fields."""
+
+    policy: str = "least-loaded"  # how a pair is chosen: least-loaded or round-robin
+    max_queue: int = 256  # requests that wait for a pair; the next one gets 429
+    max_bypass: int = 16  # later requests that may overtake one that waits for more room
+    queue_timeout_s: float = 60.0  # longest wait for a pair, then 429
+    request_timeout_s: float = 600.0  # from arrival to the last token, then 504
+    first_token_status_s: float = 10.0  # a stream's status line waits so long for the first token
+    keep_alive_s: float = 15.0  # silence in a stream after which a comment is sent; 0: never
+    max_body_bytes: int = 8 * 1024 * 1024  # of one HTTP request
+    prefill_ahead: float = 2.0  # steps of work a prefill worker may have before requests wait here
+    prefill_attempts: int = 2  # prefills of one request that may fail before it does
+    decode_attempts: int = 2  # the same for decodes
+    max_choices: int = 16  # n of one request
+    max_prompts: int = 64  # prompts in one completion request
+    max_stop_strings: int = 16  # stop strings of one request
+    max_stop_chars: int = 512  # characters of one stop string
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("least-loaded", "round-robin"):
+            raise ValueError(
+                f"router.policy is {self.policy!r}; it can be least-loaded or round-robin"
+            )
+        for name in ("max_queue", "max_bypass", "keep_alive_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"router.{name} cannot be negative")
+        for name in (
+            "queue_timeout_s", "request_timeout_s", "first_token_status_s", "max_body_bytes",
+            "prefill_ahead", "prefill_attempts", "decode_attempts", "max_choices", "max_prompts",
+            "max_stop_strings", "max_stop_chars",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"router.{name} must be above zero")
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Everything one router process needs; made by the services, sent to where the router runs."""
+
+    config: RouterConfig
+    model_dir: str  # holds the tokenizer's files
+    served_model: str  # the name that clients use
+    router_id: str
+    secret: bytes = field(repr=False)  # of the deployment; the workers have the same

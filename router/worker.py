@@ -1,0 +1,275 @@
+"""What the router knows of one worker, and the calls that it has open there (asyncio).
+
+::
+
+    (card) ──► starting ──ready reported──► ready ──► draining
+                  ▲                           │           │
+                  └────reconnected──── dead ◄─┴─TCP ends──┘
+
+A record is one incarnation. Load is the worker's last report, corrected by what this router has
+sent it and has seen end since, so that a report a second old neither floods nor starves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.ticket import AgentCard
+from router import wire
+from router.link import Link
+from router.policy import Key, WorkerView
+
+STALLED_AFTER_S = 10.0  # an engine that has work and makes no step for so long hangs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """The worker of a call is gone, or hangs: no terminal message will come."""
+
+    reason: str
+
+
+class Call:
+    """One (request, attempt) that is open at one worker, and the messages that came for it."""
+
+    def __init__(self, worker: Worker, request: bytes, attempt: int, tokens: int) -> None:
+        self.worker = worker
+        self.request = request
+        self.attempt = attempt
+        self.tokens = tokens  # that the worker has to compute for it
+        self.blocks = 0  # that it asked for
+        self.messages: asyncio.Queue[wire.Message | WorkerLost] = asyncio.Queue()
+        self.open = True  # no terminal message yet
+
+    def send(self, message: wire.Message) -> None:
+        """To the worker, on its present connection."""
+        self.worker.send(message)
+
+    async def next(self, deadline: float) -> wire.Message | WorkerLost:
+        """The next message; raises TimeoutError at ``deadline`` (loop time)."""
+        if not self.messages.empty():
+            return self.messages.get_nowait()
+        async with asyncio.timeout_at(deadline):
+            return await self.messages.get()
+
+    def abort(self) -> None:
+        """Drop it on the worker, unless it is over. What still comes for it is ignored."""
+        if self.open:
+            self.worker.abort(self)
+
+
+class Worker:
+    """One incarnation of a worker."""
+
+    def __init__(self, card: wire.WorkerCard) -> None:
+        self.card = card
+        self.key: Key = (card.worker_id, card.epoch)
+        self.layout = KVLayout(**card.layout)
+        self.load: wire.Load | None = None
+        self.link: Link | None = None
+        self.lost_at: float | None = None  # loop time; None: connected, or never was
+        self.stalled = False
+        self.calls: dict[tuple[bytes, int], Call] = {}
+        self.aborted: set[tuple[bytes, int]] = set()  # their terminal message has not come yet
+        self.tickets: set[bytes] = set()  # that the router wants to be kept, to be renewed
+        self.peers: set[Key] = set()  # whose agent card this worker was sent on this connection
+        self.last_turn = -1
+        self.refused_blocks: int | None = None  # it had no room for so many, just now
+        self._sent = (0, 0, 0)  # own calls, their tokens and blocks, now ...
+        self._sent_at_load = (0, 0, 0)  # ... and when the last report came
+        self._steps, self._moved_at = -1, 0.0
+
+    @property
+    def state(self) -> str:
+        """starting, ready, draining or dead."""
+        if self.link is None or not self.link.open:
+            return "starting" if self.lost_at is None else "dead"
+        return "starting" if self.load is None else self.load.state
+
+    @property
+    def usable(self) -> bool:
+        return self.state == "ready" and not self.stalled
+
+    def send(self, *messages: wire.Message) -> None:
+        if self.link is not None:
+            self.link.send(*messages)
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def call(self, request: bytes, attempt: int, tokens: int = 0, blocks: int = 0) -> Call:
+        """Open a call; the caller sends its first message."""
+        call = Call(self, request, attempt, tokens)
+        call.blocks = blocks
+        self.calls[request, attempt] = call
+        self._count(1, tokens, blocks)
+        return call
+
+    def computed(self, call: Call) -> None:
+        """The worker has computed what this call brought."""
+        if call.open:
+            self._count(0, -call.tokens, 0)
+            call.tokens = 0
+
+    def forget(self, call: Call) -> None:
+        """The call is over."""
+        call.open = False
+        if self.calls.pop((call.request, call.attempt), None) is not None:
+            self._count(-1, -call.tokens, -call.blocks)
+            self.refused_blocks = None
+
+    def abort(self, call: Call) -> None:
+        """Drop an open call, on both sides."""
+        self.forget(call)
+        self.aborted.add((call.request, call.attempt))
+        self.send(wire.Abort(call.request, call.attempt))
+
+    def _count(self, calls: int, tokens: int, blocks: int) -> None:
+        self._sent = (self._sent[0] + calls, self._sent[1] + tokens, self._sent[2] + blocks)
+
+    # --- what comes from the worker --------------------------------------------------------------
+
+    def receive(self, message: wire.Message) -> None:
+        """A message of this worker, for one of its calls; the others are dropped and aborted."""
+        match message:
+            case wire.Load():
+                self.load = message
+                self._sent_at_load = self._sent
+                self.refused_blocks = None
+                return
+            case wire.Expired(ticket_ids):
+                log.warning("%s: %d leases ran out", self.card.worker_id, len(ticket_ids))
+                self.tickets.difference_update(ticket_ids)
+                return
+            case (
+                wire.Reserved() | wire.Refused() | wire.Prefilled() | wire.Pulled()
+                | wire.UnknownPeer() | wire.Tokens() | wire.Failed()
+            ):  # fmt: skip
+                pass
+            case _:
+                raise wire.WireError(f"{type(message).__name__} from a worker")
+        name = (message.request, message.attempt)
+        call = self.calls.get(name)
+        if call is not None:
+            if _is_terminal(message):
+                self.forget(call)
+            call.messages.put_nowait(message)
+            return
+        if isinstance(message, wire.Prefilled) and message.ticket_id:
+            self.send(wire.Release(message.ticket_id))  # the answer crossed our Abort
+        if _is_terminal(message):
+            self.aborted.discard(name)
+        elif name not in self.aborted:
+            self.aborted.add(name)
+            self.send(wire.Abort(*name))
+
+    def lose(self, reason: str) -> None:
+        """No answer is expected any more for the calls that are open."""
+        for call in list(self.calls.values()):
+            self.abort(call)
+            call.messages.put_nowait(WorkerLost(reason))
+
+    def check_progress(self, now: float) -> bool:
+        """Notice an engine that answers pings but makes no step. True when that has changed."""
+        link = self.link
+        if link is None:
+            return False
+        if not link.peer_busy or link.peer_steps != self._steps:
+            self._steps, self._moved_at = link.peer_steps, now
+        before, self.stalled = self.stalled, now - self._moved_at > STALLED_AFTER_S
+        if self.stalled and not before:
+            log.error("%s has work but made no step for %g s", self.card.worker_id, STALLED_AFTER_S)
+            self.lose("its engine stands still")
+        return before != self.stalled
+
+    # --- views -----------------------------------------------------------------------------------
+
+    def view(self) -> WorkerView:
+        """For the policy: the last report, corrected by what was sent and has ended since."""
+        card, load = self.card, self.load
+        calls, tokens, blocks = (
+            now - then for now, then in zip(self._sent, self._sent_at_load, strict=True)
+        )
+        free = 0
+        if load is not None:
+            free = load.blocks.get("free", 0) + load.blocks.get("cached", 0) - blocks
+        if self.refused_blocks is not None:
+            free = min(free, self.refused_blocks - 1)
+        return WorkerView(
+            key=self.key,
+            role=card.role,
+            usable=self.usable,
+            kv_blocks=card.kv_blocks,
+            block_size=card.block_size,
+            max_model_len=card.max_model_len,
+            max_num_seqs=card.max_num_seqs,
+            token_budget=card.token_budget,
+            num_seqs=max(0, calls + (load.running + load.waiting if load else 0)),
+            pending_tokens=max(0, tokens + (load.waiting_tokens if load else 0)),
+            free_blocks=min(free, card.kv_blocks - 1),
+            last_turn=self.last_turn,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """For ``GET /internal/state``."""
+        card, load = self.card, self.load or _NO_LOAD
+        counters = {name: value for name, value in vars(load).items() if name != "state"}
+        return {
+            "id": card.worker_id,
+            "epoch": card.epoch,
+            "role": card.role,
+            "state": self.state,
+            "pid": card.pid,
+            "host": card.host,
+            "port": card.port,
+            "model": card.model,
+            "kv_blocks": card.kv_blocks,
+            "block_size": card.block_size,
+            "max_model_len": card.max_model_len,
+            "stalled": self.stalled,
+            "open_calls": len(self.calls),
+            **counters,
+        }
+
+
+def common_agent(prefill: Worker, decode: Worker) -> AgentCard | None:
+    """How ``decode`` reaches the pool of ``prefill``: the transport it uses now, if P has it."""
+    spoken = {agent.transport for agent in decode.card.agents}
+    agents = [agent for agent in prefill.card.agents if agent.transport in spoken]
+    preferred = decode.load.transport if decode.load is not None else ""
+    agents.sort(key=lambda agent: agent.transport != preferred)
+    return agents[0] if agents else None
+
+
+def _is_terminal(message: wire.Message) -> bool:
+    match message:
+        case wire.Refused() | wire.Prefilled() | wire.Failed():
+            return True
+        case wire.Tokens():
+            return bool(message.finish)
+    return False
+
+
+_NO_LOAD = wire.Load(
+    state="starting",
+    transport="",
+    running=0,
+    waiting=0,
+    tickets=0,
+    waiting_tokens=0,
+    blocks={"free": 0, "active": 0, "cached": 0, "leased": 0, "quarantined": 0},
+    steps=0,
+    computed_prompt_tokens=0,
+    cached_prompt_tokens=0,
+    generated_tokens=0,
+    pulled_bytes=0,
+    pulled_blocks=0,
+    preemptions=0,
+    failed_pulls=0,
+    expired_leases=0,
+)
