@@ -1,0 +1,189 @@
+"""The engine: sequences in, tokens out (pure; the runner that owns tensors is passed in).
+
+``step()`` is schedule → run → update. Everything here is called from one thread, between steps; so
+a block that is given back is never written by a step that is still under way.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.hashing import block_hashes
+from services.engine.blocks import BlockPool, Hold
+from services.engine.config import EngineConfig
+from services.engine.scheduler import Output, Plan, Scheduler
+from services.engine.sequence import Key, SamplingParams, Sequence, Status
+
+
+class Runner(Protocol):
+    """What computes a plan. Returns one token per row (any value where the row does not sample)."""
+
+    def run(self, plan: Plan) -> list[int]: ...
+
+    def publish(
+        self, opened: tuple[tuple[int, int], ...], sealed: list[tuple[int, int]]
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks set aside for a sequence whose KV will be pulled. The first ``num_cached`` hold it
+    already.
+    """
+
+    blocks: tuple[int, ...]
+    num_cached: int
+    num_tokens: int
+    salt: bytes
+
+
+class Engine:
+    """One pool of blocks and the sequences that use it."""
+
+    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+        self.config = config
+        self.runner = runner
+        self.pool = BlockPool(config.kv_blocks, config.prefix_cache)
+        self.scheduler = Scheduler(
+            self.pool,
+            config.block_size,
+            config.token_budget,
+            config.max_num_seqs,
+            config.max_model_len,
+        )
+        self.stalled = False  # the last step had work but no room: only a command can help
+        self._seqs: dict[Key, Sequence] = {}
+        self._reserved: dict[Key, Reservation] = {}
+        self._quarantined: dict[Key, tuple[int, ...]] = {}
+
+    # --- sequences -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        key: Key,
+        ids: list[int],
+        num_prompt: int,
+        params: SamplingParams,
+        salt: bytes = b"",
+        hold: bool = False,
+    ) -> None:
+        """Queue a sequence to be computed here from its first token on. ``hold``: see
+        :meth:`take_held`.
+        """
+        assert not self.knows(key)
+        seq = Sequence(key, list(ids), num_prompt, params, salt, hold)
+        self._seqs[key] = seq
+        self.scheduler.add(seq)
+
+    def step(self, now: float) -> list[Output]:
+        """Compute one plan; returns the new tokens. ``now`` is any monotonic clock's time."""
+        plan = self.scheduler.schedule(now)
+        self.stalled = not plan.rows
+        if self.stalled:
+            self.runner.publish(plan.opened, [])
+            return []
+        tokens = self.runner.run(plan)
+        outputs, sealed = self.scheduler.update(plan, tokens)
+        self.runner.publish((), sealed)
+        for output in outputs:
+            if output.finish:
+                del self._seqs[output.key]
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would have something to do."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def knows(self, key: Key) -> bool:
+        """Whether the key names a sequence or a reservation."""
+        return key in self._seqs or key in self._reserved
+
+    def abort(self, key: Key) -> None:
+        """Drop a sequence or a reservation at any point (idempotent). Not for a pull in flight:
+        :meth:`quarantine`.
+        """
+        seq = self._seqs.pop(key, None)
+        if seq is not None:
+            self.scheduler.remove(seq)
+        reservation = self._reserved.pop(key, None)
+        if reservation is not None:
+            self.pool.release(reservation.blocks)
+
+    def never_fits(self, num_tokens: int) -> str:
+        """Why a sequence that grows to ``num_tokens`` can never run here, or ""."""
+        if num_tokens > self.config.max_model_len:
+            limit = self.config.max_model_len
+            return f"{num_tokens} tokens exceed the model's maximum context length of {limit}"
+        usable = self.pool.num_usable * self.config.block_size
+        if num_tokens > usable:
+            return f"{num_tokens} tokens exceed the KV pool of {usable} tokens"
+        return ""
+
+    # --- producer's side of a hand-off ---------------------------------------------------------
+
+    def take_held(self, key: Key) -> tuple[list[tuple[int, int]], list[int]]:
+        """Lease out a held sequence: ``(block, even generation)`` pairs, and the ids whose KV they
+        hold.
+        """
+        seq = self._seqs.pop(key)
+        assert seq.status is Status.HELD
+        self.pool.move(seq.blocks, Hold.ACTIVE, Hold.LEASED)
+        pairs = [(block, self.pool.generations[block]) for block in seq.blocks]
+        return pairs, seq.ids[: seq.num_computed]
+
+    def end_lease(self, blocks: list[int]) -> None:
+        """A lease was released or ran out."""
+        self.pool.release(blocks, Hold.LEASED)
+
+    # --- consumer's side -----------------------------------------------------------------------
+
+    def reserve(self, key: Key, ids: list[int], salt: bytes = b"") -> Reservation | None:
+        """Set aside blocks for the KV of ``ids``; cached ones are pinned. None when there is no
+        room now.
+        """
+        assert not self.knows(key)
+        hit = self.pool.match(block_hashes(ids, self.config.block_size, salt))
+        self.pool.share(hit)
+        need = self.scheduler.blocks_for(len(ids)) - len(hit)
+        # Reservations cannot be preempted: leave each running sequence room for its next block.
+        headroom = len(self.scheduler.running)
+        fresh = self.pool.allocate(need) if need + headroom <= self.pool.num_available else None
+        if fresh is None:
+            self.pool.release(hit)
+            return None
+        # Published now, not with the next plan: a pull may write to these blocks before that.
+        self.runner.publish(self.pool.take_opened(), [])
+        reservation = Reservation((*hit, *fresh), len(hit), len(ids), salt)
+        self._reserved[key] = reservation
+        return reservation
+
+    def admit(self, key: Key, ids: list[int], num_prompt: int, params: SamplingParams) -> None:
+        """The reservation's blocks hold verified KV now: queue the sequence behind it."""
+        reservation = self._reserved.pop(key)
+        seq = Sequence(key, list(ids), num_prompt, params, reservation.salt)
+        seq.blocks = list(reservation.blocks)
+        seq.num_computed = reservation.num_cached * self.config.block_size
+        self.runner.publish((), self.scheduler.adopt(seq, reservation.num_tokens))
+        self._seqs[key] = seq
+        self.scheduler.add(seq)
+
+    def quarantine(self, key: Key) -> None:
+        """Drop a reservation into whose blocks bytes may still arrive: they stay used until
+        :meth:`settle`.
+        """
+        reservation = self._reserved.pop(key)
+        cached = reservation.blocks[: reservation.num_cached]
+        pulled = reservation.blocks[reservation.num_cached :]
+        self.pool.release(cached)
+        self.pool.move(pulled, Hold.ACTIVE, Hold.QUARANTINED)
+        self._quarantined[key] = pulled
+
+    def settle(self, key: Key) -> None:
+        """Nothing more arrives for a quarantined key."""
+        self.pool.release(self._quarantined.pop(key), Hold.QUARANTINED)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks and sequences agree; when idle, that nothing is held."""
+        self.pool.check_integrity()
+        if not self._seqs and not self._reserved:
+            assert self.pool.counts()["active"] == 0, "an idle engine holds blocks"

@@ -1,0 +1,274 @@
+"""Which tokens are computed in the next step (pure).
+
+There are no phases. A sequence has ``num_tokens`` and ``num_computed``; a step spends a token
+budget on the difference: one token for a sequence that generates, a chunk for one whose prompt is
+not finished. What differs between a prefill, a decode and a mixed worker is only what is sent to
+it.
+
+Preemption is by recompute: the youngest sequence gives its blocks back and starts over, prompt and
+answer so far.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from services.engine.blocks import BlockPool
+from services.engine.sequence import Key, SamplingParams, Sequence, Status
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a step: compute ``ids`` at positions ``start`` and following."""
+
+    key: Key
+    ids: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]  # cover positions 0 .. start + len(ids)
+    sample: bool  # the last id is the sequence's last: choose the token after it
+    params: SamplingParams
+    num_prompt: int
+
+    @property
+    def end(self) -> int:
+        """Position of the token that this row samples; all before have KV after the step."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a runner needs for one step. ``opened``: block generations to publish before the
+    first write.
+    """
+
+    rows: tuple[Row, ...]
+    opened: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One new token of a sequence. ``finish``: "stop", "length", or "" when more follow."""
+
+    key: Key
+    index: int  # counted from the prompt's end
+    token: int
+    finish: str
+    held: bool
+    num_cached: int
+    started: float  # when the sequence was first scheduled
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    computed_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Decides over the sequences of one engine; owns their order, not their blocks' contents."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        token_budget: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.token_budget = token_budget
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.stats = SchedulerStats()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV of ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; it may already own blocks with ``num_computed`` tokens of KV (a
+        hand-off).
+        """
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence at any point and give its blocks back."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.status = Status.FINISHED
+
+    def schedule(self, now: float) -> Plan:
+        """Spend the token budget: first on running sequences, oldest first, then on waiting ones in
+        order.
+        """
+        budget = self.token_budget
+        rows: list[Row] = []
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            count = min(seq.num_tokens - seq.num_computed, budget)
+            if not self._grow(seq, seq.num_computed + count):
+                break  # seq was the youngest and preempted itself; nobody runs behind it
+            rows.append(self._row(seq, count))
+            budget -= count
+            index += 1
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            if not self._try_admit(self.waiting[0]):
+                break
+            seq = self.waiting.popleft()
+            seq.status = Status.RUNNING
+            seq.started = seq.started or now
+            self.running.append(seq)
+            count = min(seq.num_tokens - seq.num_computed, budget)
+            rows.append(self._row(seq, count))
+            budget -= count
+        return Plan(tuple(rows), self.pool.take_opened())
+
+    def update(self, plan: Plan, tokens: list[int]) -> tuple[list[Output], list[tuple[int, int]]]:
+        """Book a step that has run: ``tokens`` has one entry per row, ignored where the row does
+        not sample.
+
+        Returns the outputs, and the ``(block, even generation)`` pairs whose last write was in this
+        step.
+        """
+        by_key = {seq.key: seq for seq in self.running}
+        outputs: list[Output] = []
+        sealed: list[tuple[int, int]] = []
+        self.stats.steps += 1
+        for row, token in zip(plan.rows, tokens, strict=True):
+            seq = by_key[row.key]
+            prompt_part = min(row.end, seq.num_prompt) - min(row.start, seq.num_prompt)
+            self.stats.computed_prompt_tokens += prompt_part
+            sealed += self._advance(seq, row.end)
+            if row.sample:
+                outputs.append(self._append(seq, token))
+                if seq.status is Status.HELD:
+                    sealed += self._seal_tail(seq)
+        return outputs, sealed
+
+    def adopt(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Take KV of ``num_tokens`` tokens that arrived in the sequence's blocks as computed;
+        returns the seals.
+        """
+        return self._advance(seq, num_tokens)
+
+    # --- schedule ------------------------------------------------------------------------------
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Give a running sequence blocks for ``num_tokens``; False when it had to be preempted
+        itself.
+        """
+        need = self.blocks_for(num_tokens) - len(seq.blocks)
+        while need > self.pool.num_available:
+            victim = self._victim()
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        if need > 0:
+            blocks = self.pool.allocate(need)
+            assert blocks is not None
+            seq.blocks += blocks
+        return True
+
+    def _victim(self) -> Sequence:
+        """The youngest sequence that holds blocks: queued with pulled KV first, then the last that
+        runs.
+        """
+        for seq in reversed(self.waiting):
+            if seq.blocks:
+                return seq
+        return self.running[-1]
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.num_computed = 0
+        seq.preempted += 1
+        self.stats.preemptions += 1
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self.waiting.appendleft(seq)
+            seq.status = Status.WAITING
+
+    def _try_admit(self, seq: Sequence) -> bool:
+        """Give a waiting sequence the blocks for all its tokens, cached ones first, or change
+        nothing.
+        """
+        if not seq.blocks:
+            # The last token is always computed: its logits are needed, and they are not cached.
+            full = (seq.num_tokens - 1) // self.block_size
+            hit = self.pool.match(seq.name_block(i, self.block_size) for i in range(full))
+            self.pool.share(hit)
+            fresh = self.pool.allocate(self.blocks_for(seq.num_tokens) - len(hit))
+            if fresh is None:
+                self.pool.release(hit)
+                return False
+            seq.blocks = hit + fresh
+            seq.num_computed = len(hit) * self.block_size
+            if not seq.preempted:
+                seq.num_cached = min(seq.num_computed, seq.num_prompt)
+                self.stats.cached_prompt_tokens += seq.num_cached
+            return True
+        need = self.blocks_for(seq.num_tokens) - len(seq.blocks)
+        if need > 0:
+            fresh = self.pool.allocate(need)
+            if fresh is None:
+                return False
+            seq.blocks += fresh
+        return True
+
+    def _row(self, seq: Sequence, count: int) -> Row:
+        end = seq.num_computed + count
+        return Row(
+            key=seq.key,
+            ids=tuple(seq.ids[seq.num_computed : end]),
+            start=seq.num_computed,
+            blocks=tuple(seq.blocks[: self.blocks_for(end)]),
+            sample=end == seq.num_tokens,
+            params=seq.params,
+            num_prompt=seq.num_prompt,
+        )
+
+    # --- update --------------------------------------------------------------------------------
+
+    def _advance(self, seq: Sequence, end: int) -> list[tuple[int, int]]:
+        """Tokens up to ``end`` have KV now: seal and name the blocks that became full."""
+        sealed = []
+        for index in range(seq.num_computed // self.block_size, end // self.block_size):
+            block = seq.blocks[index]
+            if self.pool.generations[block] % 2:
+                sealed.append((block, self.pool.seal(block)))
+                self.pool.name(block, seq.name_block(index, self.block_size))
+        seq.num_computed = end
+        return sealed
+
+    def _append(self, seq: Sequence, token: int) -> Output:
+        index = seq.num_generated
+        seq.ids.append(token)
+        self.stats.generated_tokens += 1
+        finish = seq.finish_reason(self.max_model_len)
+        held = seq.hold and not finish
+        if held:
+            self.running.remove(seq)
+            seq.status = Status.HELD
+        elif finish:
+            self.remove(seq)
+        return Output(seq.key, index, token, finish, held, seq.num_cached, seq.started)
+
+    def _seal_tail(self, seq: Sequence) -> list[tuple[int, int]]:
+        """A held sequence writes no more: seal its last, partial block."""
+        block = seq.blocks[-1]
+        if self.pool.generations[block] % 2 == 0:
+            return []
+        return [(block, self.pool.seal(block))]

@@ -1,0 +1,102 @@
+"""The thread that runs an engine: commands in, steps, outputs out.
+
+Everything that touches blocks happens in this thread, between steps: messages from routers, ends of
+pulls, aborts, expiries. So nobody needs a lock, and a block never changes hands under a running
+step.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from services.engine.engine import Engine
+from services.engine.scheduler import Output
+
+log = logging.getLogger(__name__)
+
+_STALLED_WAIT_S = 0.01  # work but no room: look for commands, then try again
+_LONGEST_WAIT_S = 0.25  # between ticks of an idle engine
+
+
+class Handler(Protocol):
+    """What the loop drives; every call comes from the loop's thread."""
+
+    def on_outputs(self, outputs: list[Output], now: float) -> None:
+        """New tokens of a step."""
+
+    def tick(self, now: float) -> None:
+        """At least four times a second, and before each step: deadlines and leases."""
+
+    def flush(self, now: float) -> None:
+        """Commands, tick and step are done: pass on what they produced."""
+
+    def fail(self, reason: str) -> None:
+        """The engine has failed; nothing will be called any more."""
+
+
+class EngineLoop:
+    """Owns the thread; :meth:`submit` is the only way in."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        handler: Handler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure = ""
+        self._engine = engine
+        self._handler = handler
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Run ``command`` in the engine's thread between two steps. Thread-safe; order is kept."""
+        self._commands.put(command)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread after the step under way."""
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._apply_commands():
+                now = self._clock()
+                self._handler.tick(now)
+                if self._engine.has_work:
+                    self._handler.on_outputs(self._engine.step(now), self._clock())
+                self._handler.flush(self._clock())
+        except Exception as error:  # the one failure path: nothing of this engine is trusted now
+            log.exception("the engine failed")
+            self.failure = repr(error)
+            self._handler.fail(f"the engine failed: {error!r}")
+
+    def _apply_commands(self) -> bool:
+        """Run what is queued, waiting for a command only without work; False to stop."""
+        wait_s = 0.0
+        if not self._engine.has_work:
+            wait_s = _LONGEST_WAIT_S
+        elif self._engine.stalled:
+            wait_s = _STALLED_WAIT_S
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while command is not None:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+        return False

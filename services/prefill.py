@@ -1,0 +1,118 @@
+"""The prefill role of a worker: a prompt in, its first token and a ticket for its KV out.
+
+::
+
+    Prefill ──► queued / computing ──first token──► exported (Prefilled with a ticket)
+                    │                     └──the answer ends with it──► done (Prefilled without one)
+                    └──Abort, deadline, link lost──► dropped
+
+An exported ticket belongs to the :class:`~kvtransfer.handoff.Exporter`: it outlives the request and
+the connection, until Release or the end of its lease. All methods run in the engine's thread.
+"""
+
+from dataclasses import dataclass
+
+from kvtransfer.handoff import Exporter
+from kvtransfer.hashing import prefix_hash, unpack_ids
+from router import wire
+from services.engine.engine import Engine
+from services.engine.scheduler import Output
+from services.engine.sequence import Key
+from services.outbox import Outbox, Peer, sampling_params
+
+
+@dataclass(frozen=True)
+class _Open:
+    link: Peer
+    message: wire.Prefill
+    arrived: float
+    deadline: float
+
+
+class PrefillService:
+    """Answers wire.Prefill, Release and Renew."""
+
+    def __init__(self, engine: Engine, exporter: Exporter, outbox: Outbox) -> None:
+        self.exporter = exporter
+        self._engine = engine
+        self._outbox = outbox
+        self._open: dict[Key, _Open] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are queued or being computed."""
+        return len(self._open)
+
+    def prefill(self, link: Peer, message: wire.Prefill, now: float, deadline: float) -> None:
+        """Queue a prompt. The message has been checked."""
+        key = (message.request, message.attempt)
+        params = sampling_params(message.sampling)
+        ids = unpack_ids(message.ids)
+        self._engine.add(key, ids, message.num_prompt, params, message.salt, hold=True)
+        self._open[key] = _Open(link, message, now, deadline)
+
+    def on_output(self, output: Output, now: float) -> bool:
+        """The first token is there: export, unless nothing follows. False when it is not ours."""
+        opened = self._open.pop(output.key, None)
+        if opened is None:
+            return False
+        request, attempt = output.key
+        ticket = b""
+        ticket_id = b""
+        lease_ms = num_tokens = 0
+        if output.held and opened.message.export:
+            blocks, ids = self._engine.take_held(output.key)
+            export = self.exporter.export(opened.link.name, blocks, len(ids), prefix_hash(ids), now)
+            ticket, ticket_id = export.packed, export.ticket_id
+            lease_ms, num_tokens = int(export.lease_s * 1000), len(ids)
+        elif output.held:
+            self._engine.abort(output.key)
+        self._outbox.put(
+            opened.link,
+            wire.Prefilled(
+                request,
+                attempt,
+                output.token,
+                output.num_cached,
+                output.finish,
+                ticket,
+                ticket_id,
+                lease_ms,
+                num_tokens,
+                queue_ms=(output.started - opened.arrived) * 1000,
+                prefill_ms=(now - output.started) * 1000,
+            ),
+        )
+        return True
+
+    def release(self, ticket_id: bytes) -> None:
+        """The router no longer needs this KV."""
+        self._engine.end_lease(self.exporter.release(ticket_id))
+
+    def release_unwanted(self, owner: str, wanted: set[bytes]) -> None:
+        """A router has reconnected: it no longer wants its other tickets."""
+        for blocks in self.exporter.release_unwanted(owner, wanted):
+            self._engine.end_lease(blocks)
+
+    def renew(self, link: Peer, message: wire.Renew, now: float) -> None:
+        """Extend leases, and say which are over."""
+        gone = self.exporter.renew(message.ticket_ids, now)
+        if gone:
+            self._outbox.put(link, wire.Expired(tuple(gone)))
+
+    def abort(self, key: Key) -> bool:
+        """Drop a request that is not exported yet. False when it is not ours."""
+        if self._open.pop(key, None) is None:
+            return False
+        self._engine.abort(key)
+        return True
+
+    def of_link(self, link: Peer) -> list[Key]:
+        """Requests that came over this connection."""
+        return [key for key, opened in self._open.items() if opened.link is link]
+
+    def tick(self, now: float) -> list[tuple[Key, Peer]]:
+        """End leases that ran out; returns the requests that are past their deadline."""
+        for blocks in self.exporter.expire(now):
+            self._engine.end_lease(blocks)
+        return [(key, o.link) for key, o in self._open.items() if o.deadline <= now]
