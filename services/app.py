@@ -1,0 +1,247 @@
+"""Composition root for Ray Serve: which deployments there are, and what each replica starts.
+
+::
+
+    Router (ingress, FastAPI behind HAProxy)    PrefillWorker    DecodeWorker    MixedWorker
+                          └───────────── Registry (named actor) ─────────────┘
+
+Replicas find each other through the registry and talk directly over TCP; no request and no token
+passes through a Serve handle. Serve places, restarts, checks and scales them. ``build_app`` is the
+``import_path`` of a Serve config; ``services.serve`` uses ``build`` and the functions at the end on
+a private, local Ray. With :mod:`services.registry` the only file that imports ray; torch is
+imported in worker replicas only, so that the router stays small.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from router import wire
+from router.config import RouterSettings
+from services.config import (
+    AppConfig,
+    ConfigError,
+    WorkerConfig,
+    WorkerSettings,
+    from_mapping,
+    resolve,
+)
+from services.fetch import fetch, weights_id
+from services.machine import model_facts, this_machine
+from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
+
+APP_NAME = "baton"
+DRAIN_S = 30.0  # a worker that leaves may finish its sequences for so long, then hands them back
+CLOSE_S = 5.0  # ... and this much later Serve kills it
+DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker", "mixed": "MixedWorker"}
+# Serve's default of 2 s between looks at whether a replica has drained makes every stop that long.
+SHUTDOWN_LOOP_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AppSpec:
+    """What every replica is told."""
+
+    config: AppConfig  # resolved
+    secret: bytes = field(repr=False)
+    one_host: bool
+
+    @property
+    def registry(self) -> str:
+        """Name of the registry's actor: of those who share a secret, and of nobody else."""
+        return f"registry-{sha256(b'registry' + self.secret).hexdigest()[:16]}"
+
+
+class Router:
+    """A router replica: the HTTP API, built where it runs."""
+
+    def __init__(self, spec: AppSpec, workers: list[Any]) -> None:
+        # ``workers`` are Serve handles; they make the pools part of the application, no more.
+        self._settings = RouterSettings(
+            config=spec.config.router,
+            model_dir=str(fetch(spec.config.model, report=log.info)),
+            served_model=spec.config.served_model_name,
+            router_id=f"router-{secrets.token_hex(4)}",
+            secret=spec.secret,
+        )
+        self._registry = RegistryClient(spec.registry)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Called by Serve on the replica, after the constructor."""
+        from router.api import create_api
+
+        return create_api(self._settings, self._registry.discover)
+
+
+class WorkerReplica:
+    """A worker of any role in a Serve replica: starts it, reports it, drains it."""
+
+    async def __init__(self, role: str, spec: AppSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        from services.worker import Worker
+
+        self._registry = RegistryClient(spec.registry)
+        self._worker = Worker(worker_settings(role, spec))
+        self._card = await self._worker.start()
+        self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+
+    async def _beat(self) -> None:
+        while True:
+            await self._registry.heartbeat(self._card, self._worker.load())
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def check_health(self) -> None:
+        """Called by Serve; an exception means that the replica must be replaced."""
+        if not self._worker.alive:
+            raise RuntimeError(f"{self._card.worker_id}: the engine or its KV transport has ended")
+        if self._heart.done():
+            self._heart.result()
+
+    async def __del__(self) -> None:
+        """Called by Serve before it ends the replica: scale-down, rollout, shutdown."""
+        await self._worker.drain(DRAIN_S)
+        self._heart.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._heart
+        await self._registry.leave(self._card.worker_id)
+        await self._worker.close()
+
+
+def worker_settings(role: str, spec: AppSpec) -> WorkerSettings:
+    """Settings of a new worker, on the machine where it will run."""
+    config = spec.config
+    pool: WorkerConfig = getattr(config, role)
+    folder = fetch(config.model, report=log.info)
+    return WorkerSettings(
+        worker_id=f"{role}-{secrets.token_hex(4)}",
+        role=role,
+        model_dir=str(folder),
+        served_model=config.served_model_name,
+        weights=weights_id(folder),
+        host="127.0.0.1" if spec.one_host else _node_ip(),
+        transport=pool.transport,
+        secret=spec.secret,
+        lease_s=pool.lease_s,
+        net_devices=pool.net_devices,
+        checksums=pool.checksums,
+        engine=pool.engine,
+    )
+
+
+def _node_ip() -> str:
+    get: Any = ray.util.get_node_ip_address
+    return str(get())
+
+
+# --- building ----------------------------------------------------------------------------------
+
+
+def build_app(args: Mapping[str, Any]) -> serve.Application:
+    """The application of a Serve config; ``args`` has the keys of ``baton serve --config``."""
+    config = from_mapping(args, AppConfig())
+    facts = model_facts(fetch(config.model, report=log.info), config.model)
+    machine = replace(this_machine(), one_host=False)
+    return build(AppSpec(resolve(config, machine, facts), read_secret(config), one_host=False))
+
+
+def read_secret(config: AppConfig) -> bytes:
+    """What routers and workers prove to each other that they know."""
+    if not config.secret_file:
+        return secrets.token_bytes(32)
+    try:
+        secret = Path(config.secret_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"secret_file {config.secret_file}: {error.strerror}") from error
+    if len(secret) < 16:
+        raise ConfigError(f"secret_file {config.secret_file}: {len(secret)} bytes, needs 16")
+    return secret
+
+
+def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
+    """The Serve application; roles without workers are left out."""
+    common = {
+        # Actors claim no CPU: threads are shared out by ``resolve``, and all must fit two cores.
+        # On a cluster, the Serve config sets ``ray_actor_options`` for each deployment.
+        "ray_actor_options": {"num_cpus": 0},
+        "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOP_S,
+        "graceful_shutdown_timeout_s": DRAIN_S + CLOSE_S,
+        "max_constructor_retry_count": constructor_tries,
+        "health_check_period_s": 5,
+        "logging_config": LoggingConfig(enable_access_log=False),
+    }
+    worker: Any = serve.deployment(WorkerReplica)
+    router: Any = serve.deployment(serve.ingress()(Router))
+    workers = [
+        worker.options(name=DEPLOYMENTS[role], num_replicas=pool.replicas, **common).bind(
+            role, spec
+        )
+        for role, pool in spec.config.pools()
+    ]
+    # The router has limits of its own, which answer 429; Serve's would answer 503.
+    app: serve.Application = router.options(
+        name="Router", max_ongoing_requests=100_000, **common
+    ).bind(spec, workers)
+    return app
+
+
+# --- a private local Ray, for ``baton serve`` ----------------------------------------------------
+
+
+def start_ray(folder: Path) -> None:
+    """A Ray of our own whose files lie in ``folder``; never joins one that runs already."""
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,  # nothing of ours goes through it; 75 MiB is Ray's least
+        log_to_driver=False,
+        _temp_dir=str(folder),
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def deploy(spec: AppSpec) -> None:
+    """Start Serve and the application, without waiting until it runs."""
+    config = spec.config
+    serve.start("HeadOnly", HTTPOptions(host=config.host, port=config.port))
+    target = serve.RunTarget(build(spec, constructor_tries=1), name=APP_NAME)
+    serve.run_many(
+        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+
+
+def failure() -> str | None:
+    """Why the application cannot start, if so."""
+    app = serve.status().applications.get(APP_NAME)
+    if app is None or app.status != ApplicationStatus.DEPLOY_FAILED:
+        return None
+    messages = [f"{name}: {d.message}" for name, d in app.deployments.items() if d.message]
+    return "\n".join(messages) or app.message
+
+
+def reports(spec: AppSpec) -> list[tuple[wire.WorkerCard, wire.Load]]:
+    """Card and load of each worker."""
+    return asyncio.run(RegistryClient(spec.registry).reports())
+
+
+def stop_ray(patience_s: float) -> None:
+    """Drain and stop the application for at most ``patience_s``, then end Ray."""
+    if not ray.is_initialized():
+        return
+    shutdown = threading.Thread(target=serve.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(patience_s)
+    ray.shutdown()

@@ -1,0 +1,168 @@
+"""The command ``baton``: flags from the fields of the configuration, errors in one line.
+
+Flags and their help come from the dataclasses: each field's name is the flag, its default the
+default, and the comment beside it the help. What the commands do is imported when it is needed, so
+that ``--help`` answers at once.
+"""
+
+import argparse
+import ast
+import inspect
+import io
+import sys
+import textwrap
+import tokenize
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+from router.config import RouterConfig
+from services.config import LIMITS, ROLES, AppConfig, ConfigError, Limit, WorkerConfig, load
+from services.engine.config import EngineConfig
+from services.fetch import ALIASES, DEFAULT_MODEL, FetchError, fetch
+
+WRONG_USE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, as all errors of ``baton``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        fail(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; the exit status."""
+    try:
+        return run(build_parser().parse_args(argv))
+    except (ConfigError, FetchError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command that was asked for."""
+    if args.command == "fetch":
+        print(fetch(args.model))
+        return 0
+    flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
+    config = load(getattr(args, "config", None), flags)
+    if args.command == "local":
+        from services.local import run_local
+
+        run_local(config)
+        return 0
+    from services.serve import run_serve
+
+    return run_serve(config)
+
+
+def fail(message: str) -> NoReturn:
+    """End the process with an error that the user can act on."""
+    print(f"baton: error: {message}", file=sys.stderr)
+    raise SystemExit(WRONG_USE)
+
+
+def _version() -> str:
+    try:
+        return version("baton-serving")
+    except PackageNotFoundError:
+        return "(not installed: runs from its source)"
+
+
+# --- flags -------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    parser = Parser(
+        prog="baton",
+        description="Serves large language models with prefill and decode on separate workers.",
+    )
+    parser.add_argument("--version", action="version", version=f"baton {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in [
+        ("serve", "serve a model: router and workers in processes of their own, on a local Ray"),
+        ("local", "the same in one process, to try it and for tests"),
+    ]:
+        _add_flags(
+            commands.add_parser(
+                name, help=text, description=text, argument_default=argparse.SUPPRESS
+            )
+        )
+    text = "download, check and convert a model into the cache"
+    command = commands.add_parser("fetch", help=text, description=text)
+    command.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help=f"{', '.join(ALIASES)}, a folder or a GGUF file (default: {DEFAULT_MODEL})",
+    )
+    return parser
+
+
+def _add_flags(command: argparse.ArgumentParser) -> None:
+    """Flags that were not given are not in the result: defaults are the business of ``load``."""
+    app = command.add_argument_group("deployment")
+    app.add_argument(
+        "--config", metavar="FILE", help="YAML with these keys; flags win over what it says"
+    )
+    _add_fields(app, AppConfig)
+    pools = command.add_argument_group("number of workers")
+    for role in ROLES:
+        default = getattr(AppConfig(), role).replicas
+        pools.add_argument(f"--{role}", metavar="N", help=f"{role} workers (default: {default})")
+    text = "set for all roles; blocks prefill:, decode: and mixed: in the YAML set them by role"
+    workers = command.add_argument_group("workers", text)
+    _add_fields(workers, WorkerConfig, but=("replicas",))
+    _add_fields(workers, EngineConfig)
+    # no --api-keys: everybody on the machine sees the flags of a process
+    _add_fields(command.add_argument_group("router"), RouterConfig, but=("api_keys",))
+
+
+def _add_fields(group: argparse._ArgumentGroup, cls: type[Any], but: tuple[str, ...] = ()) -> None:
+    notes, defaults = field_notes(cls), cls()
+    for field in fields(cls):
+        default = getattr(defaults, field.name)
+        if is_dataclass(default) or field.name in but:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = notes.get(field.name, "").replace("%", "%%")
+        text += f" (default: {default})" if default != "" else ""
+        if isinstance(default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text.strip())
+        else:
+            group.add_argument(flag, metavar=_metavar(field.name, default), help=text.strip())
+
+
+def _metavar(name: str, default: object) -> str:
+    choices = LIMITS.get(name, Limit()).choices
+    return "|".join(choices) or {int: "N", float: "X", str: "TEXT"}[type(default)]
+
+
+def field_notes(cls: type) -> dict[str, str]:
+    """The comment on each field of a dataclass, from its source."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    notes = {}
+    for item in body.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            lines = range(item.lineno, (item.end_lineno or item.lineno) + 1)
+            notes[item.target.id] = " ".join(comments[n] for n in lines if n in comments)
+    return notes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

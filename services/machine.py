@@ -1,0 +1,83 @@
+"""Looks at this machine and at a model's folder, for :func:`services.config.resolve`.
+
+Needs no torch: the command line calls it before any heavy process starts.
+"""
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from services.config import ConfigError, Machine, ModelFacts
+
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def this_machine(one_process: bool = False) -> Machine:
+    """Cores and memory that this process may use, and whether torch could use a CUDA device."""
+    cuda_bytes = _cuda_bytes() if _torch_has_cuda() else 0
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        cuda=cuda_bytes > 0,
+        cuda_bytes=cuda_bytes,
+        linux=sys.platform == "linux",
+        one_process=one_process,
+    )
+
+
+def model_facts(folder: Path, name: str) -> ModelFacts:
+    """The shape of the model in ``folder``; ``name`` is its alias, folder or file."""
+    raw = json.loads((folder / "config.json").read_text())
+    try:
+        heads = int(raw["num_attention_heads"])
+        return ModelFacts(
+            name=Path(name).expanduser().resolve().name if os.sep in name else name,
+            max_model_len=int(raw["max_position_embeddings"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"model {name}: its config.json has no {error}; only models of the Llama family work"
+        ) from error
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or this container's limit if that is less."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CGROUP_LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max" is no limit
+            sizes.append(int(text))
+    return min(sizes)
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return bool(runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda"))
+
+
+def _cuda_bytes() -> int:
+    """Memory of the smallest CUDA device; 0 without one."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+        return min(int(line) for line in answer.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0

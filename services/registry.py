@@ -1,0 +1,185 @@
+"""Who is here: a named Ray actor to which workers report and which routers ask.
+
+::
+
+    worker ──heartbeat(card, load) each second──► Registry ◄──wait(version) long poll── router
+
+The registry owns nothing: an entry is a worker's last heartbeat, gone when none came for a while,
+and what a restart of the actor loses, the next heartbeats bring back. Cards and loads travel as
+``router.wire`` frames, so nothing of ours is pickled; what they say is not looked at here, except
+for the id. The first who asks creates the actor.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from router import wire
+
+NAMESPACE = "baton"
+EXPIRE_S = 5.0  # without a heartbeat
+HEARTBEAT_S = 1.0
+CALL_TIMEOUT_S = 10.0  # a call to an actor that restarts may take this long, then it is repeated
+LENGTH_BYTES = 4  # before a frame's body
+
+
+class Table:
+    """The registry's state: the last heartbeat of each worker (no ray, its clock is passed in)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, expire_s: float = EXPIRE_S):
+        self._clock = clock
+        self._expire_s = expire_s
+        self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # card, load, when
+        # Starts anywhere: a reader that still has a version of before a restart must not match.
+        self.version = int.from_bytes(os.urandom(6))
+
+    def heartbeat(self, worker_id: str, card: bytes, load: bytes) -> bool:
+        """Keep what a worker says; True if its card is new."""
+        old = self._entries.get(worker_id)
+        self._entries[worker_id] = (card, load, self._clock())
+        return self._changed(old is None or old[0] != card)
+
+    def leave(self, worker_id: str) -> bool:
+        """A worker has ended; True if it was here."""
+        return self._changed(self._entries.pop(worker_id, None) is not None)
+
+    def expire(self) -> bool:
+        """Drop entries without a recent heartbeat; True if there were any."""
+        oldest = self._clock() - self._expire_s
+        expired = [name for name, (_, _, when) in self._entries.items() if when < oldest]
+        for name in expired:
+            del self._entries[name]
+        return self._changed(bool(expired))
+
+    def reports(self) -> list[tuple[bytes, bytes]]:
+        """(card, load) of each worker, as they came."""
+        return [(card, load) for card, load, _ in self._entries.values()]
+
+    def _changed(self, changed: bool) -> bool:
+        self.version += changed
+        return changed
+
+
+class RegistryActor:
+    """The actor around a :class:`Table`."""
+
+    def __init__(self, expire_s: float = EXPIRE_S) -> None:
+        self._table = Table(expire_s=expire_s)
+        self._period_s = expire_s / 10
+        self._news = asyncio.Event()  # replaced at each change; waiters keep the one they found
+
+    async def heartbeat(self, card: bytes, load: bytes) -> None:
+        """A worker lives; ``card`` is a Welcome frame and ``load`` a Load frame."""
+        self._tell(self._table.heartbeat(_card(card).worker_id, card, load))
+
+    async def leave(self, worker_id: str) -> None:
+        """A worker says that it ends."""
+        self._tell(self._table.leave(worker_id))
+
+    async def cards(self) -> list[bytes]:
+        """Welcome frames of the workers that are here."""
+        return [card for card, _ in await self.reports()]
+
+    async def reports(self) -> list[tuple[bytes, bytes]]:
+        """(Welcome frame, Load frame) of the workers that are here."""
+        self._tell(self._table.expire())
+        return self._table.reports()
+
+    async def wait(self, version: int, timeout_s: float) -> tuple[int, list[bytes]]:
+        """The cards and their version, as soon as it is another one than ``version``, or later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._expire() and self._table.version == version:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._news.wait(), self._period_s)
+        return self._table.version, await self.cards()
+
+    async def pid(self) -> int:
+        """This actor's process."""
+        return os.getpid()
+
+    def _expire(self) -> bool:
+        expired = self._table.expire()
+        self._tell(expired)
+        return expired
+
+    def _tell(self, changed: bool) -> None:
+        if changed:
+            self._news.set()
+            self._news = asyncio.Event()
+
+
+def _card(frame: bytes) -> wire.WorkerCard:
+    message = wire.decode(frame[LENGTH_BYTES:])
+    if not isinstance(message, wire.Welcome):
+        raise wire.WireError(f"a {type(message).__name__} is not a worker's card")
+    return message.card
+
+
+def _load(frame: bytes) -> wire.Load:
+    message = wire.decode(frame[LENGTH_BYTES:])
+    if not isinstance(message, wire.Load):
+        raise wire.WireError(f"a {type(message).__name__} is not a worker's load")
+    return message
+
+
+class RegistryClient:
+    """How workers and routers reach the registry of a deployment; survives its restarts."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._version = -1
+        self._actor: Any = None
+
+    def actor(self) -> Any:
+        """The actor, created if it is not there. Detached: it outlives whoever was first."""
+        if self._actor is None:
+            # Ray types a class's handle only where it is decorated, hence Any
+            remote_class: Any = ray.remote(RegistryActor)
+            self._actor = remote_class.options(
+                name=self._name,
+                namespace=NAMESPACE,
+                get_if_exists=True,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1,
+                max_concurrency=1000,
+            ).remote()
+        return self._actor
+
+    async def heartbeat(self, card: wire.WorkerCard, load: wire.Load) -> bool:
+        """Report once; False if the registry did not answer, then the next one will tell it."""
+        frames = wire.encode(wire.Welcome(card)), wire.encode(load)
+        return await self._try("heartbeat", *frames) is not None
+
+    async def leave(self, worker_id: str) -> bool:
+        """Say that a worker ends."""
+        return await self._try("leave", worker_id) is not None
+
+    async def discover(self, patience_s: float = HEARTBEAT_S) -> list[wire.WorkerCard]:
+        """The workers that are here: at once at first, then on a change or after ``patience_s``."""
+        answer = await self._try("wait", self._version, patience_s)
+        if answer is None:
+            return []
+        self._version, frames = answer[0]
+        return [_card(frame) for frame in frames]
+
+    async def reports(self) -> list[tuple[wire.WorkerCard, wire.Load]]:
+        """Card and last load of each worker that is here."""
+        answer = await self._try("reports")
+        return [(_card(card), _load(load)) for card, load in answer[0]] if answer else []
+
+    async def _try(self, method: str, *args: object) -> tuple[Any] | None:
+        """The answer in a tuple, or None if the registry is restarting or out of reach."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return (await getattr(self.actor(), method).remote(*args),)
+        except (RayActorError, TimeoutError):
+            self._actor = None  # it restarts under the same name, or somebody removed it
+            return None

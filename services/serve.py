@@ -1,0 +1,267 @@
+"""``baton serve``: one command from a model's name to a URL, and back to nothing.
+
+    check port → fetch → resolve │ fork │ start Ray → deploy → ready → wait → drain → stop
+
+Left of the fork everything that the user may have got wrong is found, before any process starts.
+Right of it (see :mod:`services.supervisor`) our own Ray runs, with its files in a folder that is
+ours, on ports that nobody else has, so that two of these on one machine do not meet. The calls to
+Ray are in :mod:`services.app`; Serve reads its settings from the environment when it is imported,
+so they are set here first.
+"""
+
+import errno
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+import typing
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from services.config import AppConfig, ConfigError, resolve
+from services.fetch import fetch
+from services.machine import model_facts, this_machine
+from services.supervisor import supervise
+
+if typing.TYPE_CHECKING:
+    from services.app import AppSpec
+
+STOP_S = 9.0  # from the first signal until everything is killed
+DRAIN_S = 5.0  # of which requests may take so long to end
+READY_TIMEOUT_S = 300.0  # from a deployed application to a first proven pair
+POLL_S = 0.2  # while it starts: Serve tells nobody when something has happened
+LOOK_FOR_FAILURE_EVERY = 5  # polls; asking Serve costs its controller far more than /ready does
+PATH_BYTES = 30  # longest folder for which Ray's sockets below it stay under AF_UNIX's 107 bytes
+SERVE_FAILED = 1
+
+
+class Phases:
+    """Tells the user how long each step took."""
+
+    def __init__(self) -> None:
+        self.out = os.fdopen(os.dup(1), "w", buffering=1)  # the terminal, also when 1 is redirected
+        self.started = self._last = time.monotonic()
+
+    def say(self, text: str = "") -> None:
+        """A line."""
+        print(text, file=self.out)
+
+    def done(self, name: str, detail: str = "") -> None:
+        """The step since the last call is over."""
+        now = time.monotonic()
+        self.say(f"  {name:<10}{now - self._last:6.1f} s  {detail}".rstrip())
+        self._last = now
+
+
+def run_serve(config: AppConfig) -> int:
+    """Serve until a signal; the exit status. Raises ConfigError or FetchError before it starts."""
+    if sys.platform != "linux":
+        raise ConfigError("baton serve needs Linux; baton local runs everything in one process")
+    check_port(config.host, config.port)
+    phases = Phases()
+    phases.say(f"baton: serving {config.model} on {url(config)}")
+    folder = fetch(config.model, report=lambda text: phases.say(f"  {text}"))
+    phases.done("fetch", str(folder))
+    resolved = resolve(config, this_machine(), model_facts(folder, config.model))
+    work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))
+    return supervise(lambda: serve_in(work, resolved, phases), work, STOP_S)
+
+
+def serve_in(work: Path, config: AppConfig, phases: Phases) -> int:
+    """The child: everything that has Ray in it."""
+    log = work / "driver.log"
+    redirect_output(log)
+    os.environ.update(ray_environment(work))
+    from services import app
+
+    try:
+        app.start_ray(work)
+        phases.done("ray")
+        spec = app.AppSpec(config, app.read_secret(config), one_host=True)
+        app.deploy(spec)
+        phases.done("deploy")
+        error = wait_ready(config)
+        if error:
+            phases.say(f"baton: error: {error}")
+            return SERVE_FAILED
+        phases.done("ready")
+        phases.say(summary(spec, phases))
+        signal.pause()  # KeyboardInterrupt is the only way on
+        return 0
+    except KeyboardInterrupt:
+        phases.say("baton: stopping; once more to force it")
+        return 0
+    except Exception as error:  # the process's edge: Ray may fail in ways that only its log tells
+        phases.say(f"baton: error: {error}\n{tail(log)}")
+        return SERVE_FAILED
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        app.stop_ray(DRAIN_S)
+
+
+# --- before ------------------------------------------------------------------------------------
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError unless the address can be listened on."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            reason = "is taken by another process; choose another --port"
+        else:
+            reason = f"cannot be listened on: {error.strerror or error}"
+        raise ConfigError(f"--port {port}: {host}:{port} {reason}") from error
+
+
+def short_folder() -> str | None:
+    """Where our folder goes: the usual place for temporary files, if its path is short enough."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= PATH_BYTES else "/tmp"
+
+
+def redirect_output(log: Path) -> None:
+    """What Ray and its libraries print goes to a file; the terminal is for our own lines."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def ray_environment(work: Path) -> dict[str, str]:
+    """Settings of Ray and Serve that have no other way in. All its files go below ``work``."""
+    haproxy = work / "haproxy"
+    stats, metrics, fallback = free_ports(3)
+    first = free_range(100)
+    return {
+        # From HAProxy straight to the router replica, see docs on the ingress.
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 100),
+        # Its default of 30 s makes every stop take that long.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # A token of this run: nothing is written to the home folder, nobody else gets in.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def free_range(size: int) -> int:
+    """First of ``size`` ports below the ephemeral ones for router replicas.
+
+    A replica tries the next port when one is taken, so only the first is looked at. The ranges are
+    disjoint or equal, and drawn: two deployments that start together rarely get the same.
+    """
+    for first in random.sample(range(10_000, 32_000, size), 50):
+        try:
+            socket.create_server(("127.0.0.1", first)).close()
+        except OSError:
+            continue
+        return first
+    raise ConfigError("no free ports between 10000 and 32000")
+
+
+# --- ready -------------------------------------------------------------------------------------
+
+
+def wait_ready(config: AppConfig) -> str | None:
+    """Wait until a pair has proved itself; what went wrong if none will."""
+    from services import app
+
+    status, body = 0, ""
+    for count in range(int(READY_TIMEOUT_S / POLL_S)):
+        status, body = get(url(config) + "/ready")
+        if status == 200:
+            return None
+        if count % LOOK_FOR_FAILURE_EVERY == 0 and (error := app.failure()):
+            return error
+        time.sleep(POLL_S)
+    return f"not ready within {READY_TIMEOUT_S:.0f} s; /ready says {status} {body}"
+
+
+def get(address: str) -> tuple[int, str]:
+    """Status and body, or 0 and the reason."""
+    try:
+        with urllib.request.urlopen(address, timeout=5) as response:
+            return response.status, response.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")
+    except OSError as error:
+        return 0, str(error)
+
+
+def url(config: AppConfig) -> str:
+    """Where a client on this machine reaches the API."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    return f"http://{host}:{config.port}"
+
+
+def summary(spec: "AppSpec", phases: Phases) -> str:
+    """What runs where, and a request to try."""
+    from kvtransfer.layout import KVLayout
+    from services import app
+
+    config = spec.config
+    lines = [
+        f"ready in {time.monotonic() - phases.started:.1f} s",
+        "",
+        f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'KV pool':<24}threads",
+    ]
+    for card, load in sorted(app.reports(spec), key=lambda report: report[0].worker_id):
+        gib = card.kv_blocks * KVLayout(**card.layout).span_bytes / 2**30
+        lines.append(
+            f"  {card.worker_id:<18}{card.pid:>8}  {f'{card.host}:{card.port}':<22}"
+            f"{load.transport:<11}{f'{card.kv_blocks} blocks, {gib:.2f} GiB':<24}"
+            f"{getattr(config, card.role).engine.threads}"
+        )
+    body = {
+        "model": config.served_model_name,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "stream": True,
+    }
+    headers = ["Content-Type: application/json"]
+    if config.router.api_keys:
+        headers.append("Authorization: Bearer API_KEY")
+    lines += [
+        "",
+        f"  {url(config)}/v1  (Ctrl-C stops)",
+        "",
+        f"  curl -N {url(config)}/v1/chat/completions \\",
+        *(f"    -H '{header}' \\" for header in headers),
+        f"    -d '{json.dumps(body)}'",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The end of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
