@@ -78,7 +78,7 @@ def pick(queue: Sequence[Waiting], view: View, max_bypass: int) -> tuple[int, Pa
     First come, first served; but a request that waits for more room than there is lets at most
     ``max_bypass`` later ones pass, so that it neither blocks light ones nor starves.
     """
-    for index, waiting in enumerate(queue):
+    for index, waiting in enumerate(queue[: max_bypass + 1]):
         pair = choose(waiting.demand, view)
         if pair is not None:
             return index, pair

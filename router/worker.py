@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,13 @@ class Call:
         self.blocks = 0  # that it asked for
         self.messages: asyncio.Queue[wire.Message | WorkerLost] = asyncio.Queue()
         self.open = True  # no terminal message yet
+        self.sent = False  # the worker knows of it
 
     def send(self, message: wire.Message) -> None:
-        """To the worker, on its present connection."""
-        self.worker.send(message)
+        """To the worker; nothing when the call is over, as when the worker was lost meanwhile."""
+        if self.open:
+            self.sent = True
+            self.worker.send(message)
 
     async def next(self, deadline: float) -> wire.Message | WorkerLost:
         """The next message; raises TimeoutError at ``deadline`` (loop time)."""
@@ -81,6 +85,7 @@ class Worker:
         self.peers: set[Key] = set()  # whose agent card this worker was sent on this connection
         self.last_turn = -1
         self.refused_blocks: int | None = None  # it had no room for so many, just now
+        self.refused_tokens = False  # it wanted no more prompts, just now
         self._sent = (0, 0, 0)  # own calls, their tokens and blocks, now ...
         self._sent_at_load = (0, 0, 0)  # ... and when the last report came
         self._steps, self._moved_at = -1, 0.0
@@ -121,13 +126,21 @@ class Worker:
         call.open = False
         if self.calls.pop((call.request, call.attempt), None) is not None:
             self._count(-1, -call.tokens, -call.blocks)
-            self.refused_blocks = None
+            self.refused_blocks, self.refused_tokens = None, False
 
     def abort(self, call: Call) -> None:
         """Drop an open call, on both sides."""
         self.forget(call)
-        self.aborted.add((call.request, call.attempt))
-        self.send(wire.Abort(call.request, call.attempt))
+        if call.sent:
+            self.aborted.add((call.request, call.attempt))
+            self.send(wire.Abort(call.request, call.attempt))
+
+    def refused(self, call: Call) -> None:
+        """It has no room for this call now: send no such call before something changes there."""
+        if call.tokens:
+            self.refused_tokens = True
+        if call.blocks:
+            self.refused_blocks = call.blocks
 
     def _count(self, calls: int, tokens: int, blocks: int) -> None:
         self._sent = (self._sent[0] + calls, self._sent[1] + tokens, self._sent[2] + blocks)
@@ -140,7 +153,7 @@ class Worker:
             case wire.Load():
                 self.load = message
                 self._sent_at_load = self._sent
-                self.refused_blocks = None
+                self.refused_blocks, self.refused_tokens = None, False
                 return
             case wire.Expired(ticket_ids):
                 log.warning("%s: %d leases ran out", self.card.worker_id, len(ticket_ids))
@@ -200,6 +213,7 @@ class Worker:
             free = load.blocks.get("free", 0) + load.blocks.get("cached", 0) - blocks
         if self.refused_blocks is not None:
             free = min(free, self.refused_blocks - 1)
+        pending = max(0, tokens + (load.waiting_tokens if load else 0))
         return WorkerView(
             key=self.key,
             role=card.role,
@@ -210,7 +224,7 @@ class Worker:
             max_num_seqs=card.max_num_seqs,
             token_budget=card.token_budget,
             num_seqs=max(0, calls + (load.running + load.waiting if load else 0)),
-            pending_tokens=max(0, tokens + (load.waiting_tokens if load else 0)),
+            pending_tokens=sys.maxsize if self.refused_tokens else pending,
             free_blocks=min(free, card.kv_blocks - 1),
             last_turn=self.last_turn,
         )

@@ -176,7 +176,8 @@ class WorkerTable:
                 self._on_change()
 
         def on_close(link: Link) -> None:
-            log.warning("connection to %s ended: %s", worker.card.worker_id, link.close_reason)
+            level = logging.WARNING if worker.key in self.workers else logging.DEBUG
+            log.log(level, "connection to %s ended: %s", worker.card.worker_id, link.close_reason)
             worker.lost_at = asyncio.get_running_loop().time()
             worker.load = None
             worker.lose(link.close_reason)

@@ -1,0 +1,96 @@
+"""The queue of requests that wait until a pair of workers has room for them (asyncio).
+
+Who goes next is decided by ``router.admission.pick``; this file only waits and wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from router.admission import Waiting, hopeless, pick
+from router.config import RouterConfig
+from router.errors import DeadlineExceeded, InternalError, QueueFull, Unavailable
+from router.job import Job
+from router.policy import Pair, View, usable_pairs
+
+DEADLINE = "the request took longer than this server allows"
+
+
+class _Place:
+    """A job's place in the queue."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Queue:
+    """``grant`` opens a job's calls at a pair, so that the next ``view`` counts them."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        view: Callable[[], View],
+        grant: Callable[[Job, Pair], None],
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._grant = grant
+        self._places: list[_Place] = []
+        self._usable: frozenset[Pair] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    async def wait(self, job: Job) -> None:
+        """Until the job's calls are open. Raises RequestError when that takes too long."""
+        place = _Place(job)
+        if job.attempt:
+            self._places.insert(0, place)  # its client has waited already
+        else:
+            self._places.append(place)
+        patience = asyncio.get_running_loop().time() + self._config.queue_timeout_s
+        try:
+            self._fail_hopeless([place])
+            self.serve()
+            async with asyncio.timeout_at(min(patience, job.deadline)):
+                await place.granted
+        except TimeoutError:
+            if job.deadline <= patience:
+                raise DeadlineExceeded(DEADLINE) from None
+            raise QueueFull("all workers were busy for too long; try again") from None
+        finally:
+            if place in self._places:
+                self._places.remove(place)
+
+    def serve(self) -> None:
+        """To be called when something may have become free: give pairs to those who wait."""
+        while self._places:
+            view = self._view()
+            usable = frozenset(usable_pairs(view))
+            if usable != self._usable:
+                self._usable = usable
+                self._fail_hopeless(self._places)
+            waiting = [Waiting(place.job.demand, place.job.bypassed) for place in self._places]
+            picked = pick(waiting, view, self._config.max_bypass)
+            if picked is None:
+                return
+            index, pair = picked
+            for earlier in self._places[:index]:
+                earlier.job.bypassed += 1
+            place = self._places.pop(index)
+            if not place.granted.done():  # else its client has gone
+                self._grant(place.job, pair)
+                place.granted.set_result(None)
+
+    def _fail_hopeless(self, places: list[_Place]) -> None:
+        """End the wait of those that no worker of now could ever serve."""
+        waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
+        for index in hopeless(waiting, self._view()):
+            place = places[index]
+            if not place.granted.done():
+                error = InternalError if place.job.delivered else Unavailable
+                place.granted.set_exception(error("no worker is left that could serve this"))
+                place.granted.exception()  # nobody complains when its client has gone meanwhile
+        self._places = [place for place in self._places if not place.granted.done()]
