@@ -15,7 +15,7 @@ from typing import IO, Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 CONVERTER_VERSION = 1
 """History: 1 first. Bump when the same GGUF gives other files: it is then converted again."""
@@ -212,17 +212,21 @@ def check_complete(names: set[str], config: dict[str, Any]) -> None:
 # --- tokenizer ------------------------------------------------------------------------------------
 
 
-def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
+def pre_tokenizer(name: str, vocab: dict[str, int]) -> pre_tokenizers.PreTokenizer:
     """How text is cut before merging, by the name that llama.cpp gives it."""
-    if name == "smollm":
-        # llama.cpp cuts out every \p{N} by itself, then runs GPT-2's regex over each piece.
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
-    raise ConvertError(f"pre-tokenizer {name!r} is not supported, only 'smollm'")
+    if name != "smollm":
+        raise ConvertError(f"pre-tokenizer {name!r} is not supported, only 'smollm'")
+    # llama.cpp cuts out every \p{N} by itself, then runs GPT-2's regex over each piece.
+    steps = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+    # Bytes that the vocabulary lacks give no token. `tokenizers` would drop them before merging, so
+    # that their neighbours merge; llama.cpp drops them after it.
+    if lacking := sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab)):
+        characters = "".join(f"\\x{{{ord(c):x}}}" for c in lacking)
+        steps.append(pre_tokenizers.Split(Regex(f"[{characters}]"), "isolated"))
+    return pre_tokenizers.Sequence(steps)
 
 
 def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
@@ -230,11 +234,11 @@ def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
     kind = get(fields, "tokenizer.ggml.model")
     if kind != "gpt2":
         raise ConvertError(f"tokenizer model {kind!r} is not supported, only 'gpt2' (BPE)")
-    split = pre_tokenizer(get(fields, "tokenizer.ggml.pre", "default"))
     tokens: list[str] = get(fields, "tokenizer.ggml.tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ConvertError("the vocabulary names some token twice")
+    split = pre_tokenizer(get(fields, "tokenizer.ggml.pre", "default"), vocab)
     merges = [tuple(m.split(" ", 1)) for m in get(fields, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
