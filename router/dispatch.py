@@ -283,7 +283,6 @@ class Dispatcher:
             case wire.Failed():
                 raise AttemptFailed(side, message.kind, message.message, key)
             case wire.Refused(retry=True):
-                call.worker.refused(call)
                 raise AttemptFailed(side, "refused", message.reason)
             case wire.Refused():
                 raise AttemptFailed(side, "invalid", message.reason)

@@ -135,7 +135,7 @@ class Worker:
             self.aborted.add((call.request, call.attempt))
             self.send(wire.Abort(call.request, call.attempt))
 
-    def refused(self, call: Call) -> None:
+    def _refused(self, call: Call) -> None:
         """It has no room for this call now: send no such call before something changes there."""
         if call.tokens:
             self.refused_tokens = True
@@ -171,6 +171,8 @@ class Worker:
         if call is not None:
             if _is_terminal(message):
                 self.forget(call)
+            if isinstance(message, wire.Refused) and message.retry:
+                self._refused(call)
             call.messages.put_nowait(message)
             return
         if isinstance(message, wire.Prefilled) and message.ticket_id:

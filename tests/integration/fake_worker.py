@@ -159,7 +159,7 @@ class FakeWorker:
         proof = (
             getattr(message, "request", b"") in self._proofs
             or (isinstance(message, wire.Release) and message.ticket_id in self._proofs)
-            or (isinstance(message, wire.Peer) and not self.introduced)  # the first comes with a proof
+            or (isinstance(message, wire.Peer) and not self.introduced)  # comes with a proof
         )
         if not proof:
             self.seen.append(message)
