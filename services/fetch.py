@@ -29,6 +29,9 @@ from typing import Any
 
 Report = Callable[[str], None]
 
+CONVERTER_VERSION = 1
+"""History: 1 first. Bump when services.gguf_convert writes other files for the same GGUF."""
+
 MANIFEST = "baton.json"
 MANIFEST_FORMAT = 1
 SAMPLES, SAMPLE_BYTES = 64, 4096  # what weights_id reads of each safetensors file
@@ -113,8 +116,6 @@ def converted(
     name: str, sha256: str, gguf: Callable[[], Path], cache: Path, report: Report
 ) -> Path:
     """The converted form of the GGUF with this hash, from the cache if it is there."""
-    from services.gguf_convert import CONVERTER_VERSION, ConvertError, convert
-
     folder = cache / "models" / f"{name}-{sha256[:12]}-v{CONVERTER_VERSION}"
     with locked(folder, report):
         if not folder.exists():
@@ -122,15 +123,22 @@ def converted(
             started = time.monotonic()
             report(f"converting {path.name} to float32 safetensors, once")
             with work_folder(folder) as work:
-                try:
-                    convert(path, work)
-                except ConvertError as error:
-                    raise FetchError(f"cannot convert {path}: {error}") from error
+                convert_into(path, work)
                 write_manifest(work, path.name, sha256)
                 os.replace(work, folder)
             report(f"converted in {time.monotonic() - started:.1f} s: {folder}")
         check_converted(folder)
     return folder
+
+
+def convert_into(path: Path, work: Path) -> None:
+    """Run the converter, which takes a second to import: a cached model does without."""
+    from services.gguf_convert import ConvertError, convert
+
+    try:
+        convert(path, work)
+    except ConvertError as error:
+        raise FetchError(f"cannot convert {path}: {error}") from error
 
 
 # --- downloading ----------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ Reading a GGUF takes seconds (every string of the vocabulary is parsed in Python
 are quantised; the folder holds float32 safetensors, ``tokenizer.json`` and the chat template, and
 opens in well under a second. Whatever the converter does not know (another architecture, a rope
 scaling, an unknown tensor or pre-tokenizer) it refuses by name: a model converted half right
-answers nonsense. Knows no cache and no network (:mod:`services.fetch`), and needs no torch.
+answers nonsense. Knows no cache and no network (:mod:`services.fetch`, whose ``CONVERTER_VERSION``
+says when to convert again), and needs no torch.
 """
 
 import json
@@ -16,9 +17,6 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
-CONVERTER_VERSION = 1
-"""History: 1 first. Bump when the same GGUF gives other files: it is then converted again."""
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
