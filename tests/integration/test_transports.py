@@ -1,0 +1,662 @@
+"""One suite for every transport; over tcp and nixl the producer is a process of its own.
+
+Run as a script, this file is that process: it obeys one JSON command per line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from kvtransfer.errors import TransportError
+from kvtransfer.handoff import (
+    Arrived,
+    Event,
+    Exporter,
+    Importer,
+    PullAborted,
+    PullFailed,
+    Settled,
+)
+from kvtransfer.layout import KVLayout, Stamp
+from kvtransfer.puller import Puller
+from kvtransfer.region import Region
+from kvtransfer.tcp_server import MAGIC, REQUEST, TOKEN_BYTES
+from kvtransfer.ticket import AgentCard, Ticket, open_ticket
+from kvtransfer.transport import Completion, Part, Status, Transport
+from kvtransfer.transports import open_transport
+
+SECRET = b"of this test"
+LAYOUT = KVLayout("w", 30, 3, 64, "rope", 16, "float32")  # the default model's: 720 KiB a block
+NUM_BLOCKS = 160
+PATIENCE_S = 60.0
+
+
+# --- the producer ---
+
+
+def content(seed: int, block: int) -> np.ndarray[Any, Any]:
+    """The KV bytes of a block."""
+    words = LAYOUT.kv_bytes // 8
+    return np.random.default_rng([seed, block]).integers(0, 2**63, words).view(np.uint8)
+
+
+class Producer:
+    """A pool that is written, sealed, exported and reused as the test says."""
+
+    def __init__(self, transport: str, worker_id: str) -> None:
+        self.epoch = secrets.randbits(64) | 1
+        self.region = Region(LAYOUT, NUM_BLOCKS)
+        self.transport = open_transport(transport, worker_id, self.epoch)
+        self.card = AgentCard(
+            worker_id,
+            self.epoch,
+            LAYOUT.fingerprint(),
+            NUM_BLOCKS,
+            transport,
+            self.transport.register(self.region),
+        )
+        self._exporter = Exporter(worker_id, self.epoch, LAYOUT.fingerprint(), SECRET, 30.0)
+
+    def export(self, blocks: Sequence[tuple[int, int]], seed: int) -> bytes:
+        """Write and seal ``(block, even generation)`` pairs; returns the packed ticket."""
+        self.write([block for block, _ in blocks], seed)
+        self.region.seal(self.epoch, blocks, checksums=True)
+        return self._exporter.export("r", blocks, 16 * len(blocks), b"", 0.0).packed
+
+    def reuse(self, blocks: Sequence[tuple[int, int]], seed: int) -> None:
+        """Hand out the blocks again, with odd generations, and write them."""
+        self.region.open(self.epoch, blocks)
+        self.write([block for block, _ in blocks], seed)
+
+    def write(self, blocks: Sequence[int], seed: int) -> None:
+        spans = self.region.spans.numpy()
+        for block in blocks:
+            spans[block, : LAYOUT.kv_bytes] = content(seed, block)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class RemoteProducer:
+    """The same, in a process of its own."""
+
+    def __init__(self, transport: str, worker_id: str) -> None:
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, transport, worker_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        fields = self._answer()
+        metadata = bytes.fromhex(fields.pop("metadata"))
+        fingerprint = bytes.fromhex(fields.pop("fingerprint"))
+        self.card = AgentCard(**fields, metadata=metadata, fingerprint=fingerprint)
+
+    def export(self, blocks: Sequence[tuple[int, int]], seed: int) -> bytes:
+        return bytes.fromhex(self._call("export", blocks, seed))
+
+    def reuse(self, blocks: Sequence[tuple[int, int]], seed: int) -> None:
+        self._call("reuse", blocks, seed)
+
+    def close_transport(self) -> None:
+        self._call("close", [], 0)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _call(self, what: str, blocks: Sequence[tuple[int, int]], seed: int) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, list(blocks), seed]).encode() + b"\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        assert ready, "the producer does not answer"
+        line = self.process.stdout.readline()
+        assert line, "the producer has died"
+        return json.loads(line)
+
+
+def produce() -> None:
+    """The producer's process."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not come between the answers
+
+    def answer(value: object) -> None:
+        out.write(json.dumps(value) + "\n")
+        out.flush()
+
+    producer = Producer(*sys.argv[1:])
+    card = dataclasses.asdict(producer.card)
+    answer(card | {name: card[name].hex() for name in ("metadata", "fingerprint")})
+    for line in sys.stdin:
+        what, blocks, seed = json.loads(line)
+        pairs = [(block, generation) for block, generation in blocks]
+        if what == "export":
+            answer(producer.export(pairs, seed).hex())
+        elif what == "reuse":
+            producer.reuse(pairs, seed)
+            answer(None)
+        else:
+            producer.close()
+            answer(None)
+    producer.close()
+
+
+AnyProducer = Producer | RemoteProducer
+
+
+def start_producer(transport: str) -> AnyProducer:
+    worker_id = f"p-{secrets.token_hex(4)}"
+    return (
+        Producer(transport, worker_id)
+        if transport == "memory"
+        else (RemoteProducer(transport, worker_id))
+    )
+
+
+# --- the consumer ---
+
+
+class Consumer:
+    """A pool, its transport, and an importer that the test drives itself."""
+
+    def __init__(self, transport: str) -> None:
+        epoch = secrets.randbits(64) | 1
+        self.region = Region(LAYOUT, NUM_BLOCKS)
+        self.transport: Transport = open_transport(transport, f"d-{secrets.token_hex(4)}", epoch)
+        self.transport.register(self.region)
+        self.importer = Importer(self.region, self.transport, checksums=True)
+
+    def start(
+        self,
+        ticket: Ticket,
+        card: AgentCard,
+        pairs: Sequence[tuple[int, int]],
+        key: bytes = b"k",
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.importer.start(key, ticket, card, pairs, time.monotonic() + patience_s)
+
+    def events(self, count: int) -> list[Event]:
+        """Poll until ``count`` events are there."""
+        events: list[Event] = []
+        end = time.monotonic() + PATIENCE_S + 10
+        while len(events) < count:
+            assert time.monotonic() < end, f"only {events}"
+            events += self.importer.poll(time.monotonic())
+        assert len(events) == count
+        self.importer.check_integrity()
+        return events
+
+    def holds(self, local: int, seed: int, remote: int) -> bool:
+        found = self.region.spans[local, : LAYOUT.kv_bytes].numpy()
+        return bool((found == content(seed, remote)).all())
+
+
+TRANSPORTS = ["memory", "tcp", "nixl"]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def producer(name: str) -> Iterator[AnyProducer]:
+    producer = start_producer(name)
+    yield producer
+    producer.close()
+
+
+@pytest.fixture(scope="module")
+def shared_consumer(name: str) -> Iterator[Consumer]:
+    consumer = Consumer(name)
+    yield consumer
+    consumer.transport.close()
+
+
+@pytest.fixture
+def consumer(shared_consumer: Consumer) -> Iterator[Consumer]:
+    yield shared_consumer
+    assert shared_consumer.importer.num_in_flight == 0
+    assert shared_consumer.importer.num_unsettled == 0
+
+
+def export(producer: AnyProducer, blocks: Sequence[tuple[int, int]], seed: int) -> Ticket:
+    return open_ticket(producer.export(blocks, seed), SECRET)
+
+
+def failure(consumer: Consumer) -> PullFailed:
+    (event,) = consumer.events(1)
+    assert isinstance(event, PullFailed)
+    assert event.settled
+    return event
+
+
+def test_blocks_arrive_byte_for_byte(name: str, producer: AnyProducer, consumer: Consumer) -> None:
+    if isinstance(producer, RemoteProducer):
+        assert producer.process.pid != os.getpid()
+    assert producer.card.transport == consumer.transport.name == name
+    ticket = export(producer, [(7, 2), (159, 4), (0, 6), (8, 2)], seed=1)
+    before = consumer.region.spans.clone()
+    consumer.start(ticket, producer.card, [(0, 11), (1, 0), (3, 159)])
+    assert consumer.events(1) == [Arrived(b"k", (11, 0, 159), 3 * LAYOUT.span_bytes)]
+    assert consumer.holds(11, 1, remote=7)
+    assert consumer.holds(0, 1, remote=159)
+    assert consumer.holds(159, 1, remote=8)
+    touched = (consumer.region.spans != before).any(dim=1).nonzero().flatten().tolist()
+    assert touched == [0, 11, 159]
+
+
+def test_the_zeroed_block_is_not_taken_for_the_old_one(
+    producer: AnyProducer, consumer: Consumer
+) -> None:
+    ticket = export(producer, [(3, 2)], seed=2)
+    for _ in range(2):  # again into the same block: its stamps are not those of the first time
+        consumer.region.spans[20, : LAYOUT.kv_bytes] = 0
+        consumer.start(ticket, producer.card, [(0, 20)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+        assert consumer.holds(20, 2, remote=3)
+
+
+def test_another_generation_is_refused(producer: AnyProducer, consumer: Consumer) -> None:
+    ticket = export(producer, [(3, 8), (4, 8)], seed=3)
+    wrong = dataclasses.replace(ticket, generations=(8, 6))
+    consumer.start(wrong, producer.card, [(0, 20), (1, 21)])
+    assert "block 4" in failure(consumer).reason
+
+
+def test_a_block_reused_since_the_ticket_is_refused(
+    producer: AnyProducer, consumer: Consumer
+) -> None:
+    ticket = export(producer, [(3, 10), (4, 10)], seed=4)
+    producer.reuse([(4, 11)], seed=5)
+    consumer.start(ticket, producer.card, [(0, 20), (1, 21)])
+    assert "block 4" in failure(consumer).reason
+    export(producer, [(4, 12)], seed=5)
+    consumer.start(ticket, producer.card, [(0, 20), (1, 21)])
+    assert "block 4" in failure(consumer).reason
+    consumer.start(ticket, producer.card, [(0, 20)])  # the other is as good as it was
+    assert isinstance(consumer.events(1)[0], Arrived)
+
+
+def test_a_block_reused_during_the_pull_is_refused(
+    producer: AnyProducer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = export(producer, [(3, 20), (4, 20)], seed=6)
+    pull = consumer.transport.pull
+
+    def pull_late(peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
+        if part is Part.SEALS:  # the data is here, and good; its owner reuses the block just now
+            producer.reuse([(3, 21)], seed=7)
+        return pull(peer, part, blocks)
+
+    monkeypatch.setattr(consumer.transport, "pull", pull_late)
+    consumer.start(ticket, producer.card, [(0, 20), (1, 21)])
+    assert "block 3" in failure(consumer).reason
+
+
+def test_damage_on_the_way_is_noticed(
+    producer: AnyProducer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = export(producer, [(3, 30)], seed=8)
+    staged_seals = consumer.region.staged_seals
+
+    def damage(blocks: Sequence[int]) -> list[Stamp]:  # called when all bytes are here
+        consumer.region.spans[20, 1234] ^= 1
+        return staged_seals(blocks)
+
+    monkeypatch.setattr(consumer.region, "staged_seals", damage)
+    consumer.start(ticket, producer.card, [(0, 20)])
+    assert "checksum" in failure(consumer).reason
+
+
+def test_a_block_outside_of_the_pool_is_refused(producer: AnyProducer, consumer: Consumer) -> None:
+    ticket = export(producer, [(3, 40)], seed=9)
+    outside = dataclasses.replace(ticket, block_ids=(NUM_BLOCKS,))
+    consumer.start(outside, producer.card, [(0, 20)])
+    assert "outside" in failure(consumer).reason
+    consumer.start(ticket, producer.card, [(0, NUM_BLOCKS - 1)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+
+
+def test_a_card_that_promises_too_many_blocks(name: str, producer: AnyProducer) -> None:
+    consumer = Consumer(name)
+    try:
+        ticket = export(producer, [(3, 50)], seed=9)
+        outside = dataclasses.replace(ticket, block_ids=(NUM_BLOCKS + 5,))
+        card = dataclasses.replace(producer.card, num_blocks=10 * NUM_BLOCKS)
+        consumer.start(outside, card, [(0, 20)])
+        failure(consumer)
+    finally:
+        consumer.transport.close()
+    test_ticket = export(producer, [(3, 52)], seed=9)  # the producer lives
+    assert test_ticket.generations == (52,)
+
+
+def test_another_transports_card_is_refused(producer: AnyProducer, consumer: Consumer) -> None:
+    ticket = export(producer, [(3, 60)], seed=9)
+    other = dataclasses.replace(producer.card, transport="pigeon", epoch=ticket.epoch + 1)
+    consumer.start(dataclasses.replace(ticket, epoch=other.epoch), other, [(0, 20)])
+    assert "pigeon" in failure(consumer).reason
+
+
+def test_another_layout_is_refused(producer: AnyProducer, consumer: Consumer) -> None:
+    ticket = export(producer, [(3, 62)], seed=9)
+    other = dataclasses.replace(producer.card, fingerprint=b"x" * 16, epoch=ticket.epoch + 1)
+    ticket = dataclasses.replace(ticket, epoch=other.epoch, fingerprint=other.fingerprint)
+    consumer.start(ticket, other, [(0, 20)])
+    assert "layout" in failure(consumer).reason
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xc1", b"\x80", b"\xa3abc", secrets.token_bytes(99)])
+def test_a_malformed_card_is_refused(
+    metadata: bytes, producer: AnyProducer, consumer: Consumer
+) -> None:
+    ticket = export(producer, [(3, 64)], seed=9)
+    other = dataclasses.replace(producer.card, metadata=metadata, epoch=ticket.epoch + 1)
+    consumer.start(dataclasses.replace(ticket, epoch=other.epoch), other, [(0, 20)])
+    failure(consumer)
+
+
+def test_two_pulls_at_once(producer: AnyProducer, consumer: Consumer) -> None:
+    tickets = [
+        export(producer, [(block, 70) for block in range(base, base + 20)], seed=base)
+        for base in (10, 50)
+    ]
+    for index, ticket in enumerate(tickets):
+        pairs = [(i, 60 + 20 * index + i) for i in range(20)]
+        consumer.start(ticket, producer.card, pairs, key=bytes([index]))
+    assert consumer.importer.num_in_flight == 2
+    assert {type(event) for event in consumer.events(2)} == {Arrived}
+    for i in range(20):
+        assert consumer.holds(60 + i, 10, remote=10 + i)
+        assert consumer.holds(80 + i, 50, remote=50 + i)
+
+
+def test_many_blocks(
+    name: str,
+    producer: AnyProducer,
+    consumer: Consumer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    remote = [(37 * i) % NUM_BLOCKS for i in range(NUM_BLOCKS)]  # nothing contiguous
+    ticket = export(producer, [(block, 80) for block in remote], seed=10)
+    pairs = [(i, i) for i in range(NUM_BLOCKS)]
+    rates = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        consumer.start(ticket, producer.card, pairs)
+        (event,) = consumer.events(1)
+        seconds = time.perf_counter() - begin
+        assert isinstance(event, Arrived)
+        rates.append(event.num_bytes / seconds / 2**30)
+    for local, block in enumerate(remote):
+        assert consumer.holds(local, 10, remote=block)
+    with capsys.disabled():
+        print(
+            f"\n{name}: {event.num_bytes / 2**20:.0f} MiB in {NUM_BLOCKS} blocks, with both reads, "
+            f"stamps and checksums: {', '.join(f'{rate:.2f}' for rate in rates)} GiB/s"
+        )
+
+
+def test_an_abort_in_flight_is_settled_later(producer: AnyProducer, consumer: Consumer) -> None:
+    ticket = export(producer, [(block, 90) for block in range(40)], seed=11)
+    pairs = [(i, 100 + i) for i in range(40)]
+    consumer.start(ticket, producer.card, pairs)
+    consumer.importer.abort(b"k")
+    blocks = tuple(range(100, 140))
+    assert consumer.events(2) == [PullAborted(b"k", blocks, settled=False), Settled(b"k", blocks)]
+    consumer.region.spans[100:140] = 0
+    assert consumer.importer.poll(time.monotonic()) == []
+    assert not consumer.region.spans[100:140].any()  # nothing lands after Settled
+    consumer.start(ticket, producer.card, pairs)  # and the peer is not harmed
+    assert isinstance(consumer.events(1)[0], Arrived)
+    assert consumer.holds(139, 11, remote=39)
+
+
+def test_a_forgotten_peer_can_come_back(producer: AnyProducer, consumer: Consumer) -> None:
+    ticket = export(producer, [(3, 92)], seed=12)
+    consumer.transport.connect(producer.card)
+    handle = consumer.transport.pull(producer.card, Part.KV, [(3, 20)])
+    completions: list[Completion] = []
+    while not completions:
+        completions = consumer.transport.poll()
+    assert [(c.handle, c.status) for c in completions] == [(handle, Status.DONE)]
+    for _ in range(3):
+        consumer.importer.forget(producer.card)
+        consumer.importer.poll(time.monotonic())
+        consumer.start(ticket, producer.card, [(0, 20)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+    consumer.transport.abandon(handle)  # reported long ago
+    assert consumer.transport.poll() == []
+
+
+def test_an_unconnected_peer_is_an_error(name: str, producer: AnyProducer) -> None:
+    consumer = Consumer(name)
+    consumer.transport.close()
+    with pytest.raises(TransportError):
+        consumer.transport.pull(producer.card, Part.KV, [(3, 20)])
+    with pytest.raises(TransportError, match="closed"):
+        consumer.transport.connect(producer.card)
+    consumer.transport.close()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_producer_that_has_gone_fails_the_pull(
+    name: str, crash: bool, connected: bool, consumer: Consumer
+) -> None:
+    producer = start_producer(name)
+    ticket = export(producer, [(3, 2)], seed=13)
+    if connected:
+        consumer.start(ticket, producer.card, [(0, 20)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+    if crash or isinstance(producer, Producer):
+        producer.close()
+    else:
+        producer.close_transport()
+    begin = time.monotonic()
+    consumer.start(ticket, producer.card, [(0, 20)])
+    assert "deadline" not in failure(consumer).reason
+    assert time.monotonic() - begin < 20
+    consumer.importer.forget(producer.card)
+    assert consumer.importer.poll(time.monotonic()) == []
+    producer.close()
+
+
+def test_a_producer_killed_during_pulls(name: str, consumer: Consumer) -> None:
+    producer = start_producer(name)
+    ticket = export(producer, [(block, 2) for block in range(80)], seed=14)
+    for index in range(4):
+        key = bytes([index])
+        consumer.start(ticket, producer.card, [(i, 80 + i) for i in range(80)], key)
+        if index == 1:
+            producer.close()
+    events = consumer.events(4)
+    assert sorted(event.key for event in events) == [bytes([index]) for index in range(4)]
+    assert all(isinstance(event, Arrived | PullFailed) for event in events)
+    assert isinstance(next(event for event in events if event.key == b"\3"), PullFailed)
+    assert all(event.settled for event in events if isinstance(event, PullFailed))
+
+
+def test_a_puller_serves_two_peers(name: str, producer: AnyProducer) -> None:
+    consumer = Consumer(name)
+    other = start_producer(name)
+    arrived: list[Event] = []
+    done = threading.Event()
+
+    def on_events(events: list[Event]) -> None:
+        arrived.extend(events)
+        if len(arrived) == 8:
+            done.set()
+
+    puller = Puller(consumer.importer, on_events)
+    try:
+        for index in range(8):
+            peer, seed = ((producer, 20), (other, 21))[index % 2]
+            ticket = export(peer, [(100 + index, 2), (110 + index, 2)], seed)
+            pairs = [(0, 2 * index), (1, 2 * index + 1)]
+            deadline = time.monotonic() + PATIENCE_S
+            puller.pull(bytes([index]), ticket, peer.card, pairs, deadline)
+        assert done.wait(PATIENCE_S)
+        assert {type(event) for event in arrived} == {Arrived}
+        for index in range(8):
+            assert consumer.holds(2 * index, 20 + index % 2, remote=100 + index)
+    finally:
+        puller.close()
+        other.close()
+    assert puller.failure == ""
+
+
+def test_unknown_transports_are_named() -> None:
+    with pytest.raises(TransportError, match="'pigeon': known are memory, tcp, nixl"):
+        open_transport("pigeon", "p", 1)
+
+
+# --- tcp alone ---
+
+
+@pytest.fixture(scope="module")
+def tcp_pair() -> Iterator[tuple[RemoteProducer, Consumer]]:
+    producer = RemoteProducer("tcp", f"p-{secrets.token_hex(4)}")
+    consumer = Consumer("tcp")
+    yield producer, consumer
+    producer.signal(signal.SIGCONT)
+    producer.close()
+    consumer.transport.close()
+
+
+def test_a_stopped_producer_cannot_write_after_the_abort(
+    tcp_pair: tuple[RemoteProducer, Consumer],
+) -> None:
+    producer, consumer = tcp_pair
+    ticket = export(producer, [(block, 2) for block in range(40)], seed=15)
+    pairs = [(i, i) for i in range(40)]
+    producer.signal(signal.SIGSTOP)
+    consumer.start(ticket, producer.card, pairs)
+    assert consumer.importer.poll(time.monotonic()) == []
+    with pytest.raises(TransportError, match="in flight"):
+        consumer.transport.forget(producer.card)
+    consumer.importer.abort(b"k")
+    kinds = [type(event) for event in consumer.events(2)]
+    assert kinds == [PullAborted, Settled]
+    consumer.start(ticket, producer.card, pairs, patience_s=0.2)
+    events = consumer.events(2)
+    assert [type(event) for event in events] == [PullFailed, Settled]
+    before = consumer.region.spans.clone()
+    producer.signal(signal.SIGCONT)
+    export(producer, [(50, 2)], seed=15)  # it is awake
+    assert consumer.importer.poll(time.monotonic()) == []
+    assert consumer.region.spans.equal(before)
+    consumer.start(ticket, producer.card, pairs)
+    assert isinstance(consumer.events(1)[0], Arrived)
+
+
+@pytest.fixture(scope="module")
+def tcp_address(tcp_pair: tuple[RemoteProducer, Consumer]) -> tuple[str, int, bytes]:
+    fields = msgpack.unpackb(tcp_pair[0].card.metadata)
+    return fields["host"], fields["port"], fields["token"]
+
+
+GARBAGE = {
+    "http": lambda token: b"GET / HTTP/1.1\r\nHost: example.org\r\nConnection: close\r\n\r\n",
+    "wrong token": lambda token: MAGIC + bytes(TOKEN_BYTES),
+    "no magic": lambda token: b"batonkv9" + token,
+    "half a hello": lambda token: MAGIC + token[:5],
+    "nothing": lambda token: b"",
+    "half a request": lambda token: MAGIC + token + b"\0",
+    "unknown part": lambda token: MAGIC + token + REQUEST.pack(9, 1) + bytes(4),
+    "no blocks": lambda token: MAGIC + token + REQUEST.pack(0, 0),
+    "4 billion blocks": lambda token: MAGIC + token + REQUEST.pack(0, 2**32 - 1) + bytes(99),
+    "ids that never come": lambda token: MAGIC + token + REQUEST.pack(0, 2) + bytes(4),
+}
+
+
+@pytest.mark.parametrize("make", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_dropped_and_the_server_goes_on(
+    make: Callable[[bytes], bytes],
+    tcp_pair: tuple[RemoteProducer, Consumer],
+    tcp_address: tuple[str, int, bytes],
+) -> None:
+    producer, consumer = tcp_pair
+    host, port, token = tcp_address
+    with socket.create_connection((host, port), timeout=10) as sock:
+        sock.sendall(make(token))
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) == b""  # closed, at the latest by the server's deadline
+    ticket = export(producer, [(3, 2)], seed=16)
+    consumer.start(ticket, producer.card, [(0, 20)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+
+
+def test_a_refusal_names_the_block(tcp_address: tuple[str, int, bytes]) -> None:
+    host, port, token = tcp_address
+    with socket.create_connection((host, port), timeout=10) as sock:
+        request = REQUEST.pack(0, 1) + struct.pack(">I", NUM_BLOCKS)
+        sock.sendall(MAGIC + token + request)
+        answer = sock.recv(4096)
+    assert answer[0] == 1
+    assert f"block {NUM_BLOCKS}".encode() in answer
+
+
+def test_strangers_do_not_keep_readers_out(
+    tcp_pair: tuple[RemoteProducer, Consumer], tcp_address: tuple[str, int, bytes]
+) -> None:
+    producer, consumer = tcp_pair
+    ticket = export(producer, [(3, 2)], seed=17)
+    consumer.start(ticket, producer.card, [(0, 20)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+    strangers = [socket.create_connection(tcp_address[:2], timeout=10) for _ in range(100)]
+    try:
+        consumer.start(ticket, producer.card, [(0, 20)])  # over the socket that it has
+        assert isinstance(consumer.events(1)[0], Arrived)
+        for stranger in strangers:
+            assert stranger.recv(1) == b""
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_an_address_that_peers_cannot_use() -> None:
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(TransportError, match="address of this host"):
+            open_transport("tcp", "p", 1, host=host).register(Region(LAYOUT, 1))
+    with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
+        open_transport("tcp", "p", 1, host="192.0.2.1").register(Region(LAYOUT, 1))
+
+
+if __name__ == "__main__":
+    produce()
