@@ -1,0 +1,102 @@
+"""The whole graph in one process: router, prefill and decode workers, memory transport, no Ray.
+
+For ``baton local``, for tests, and for following a request in a debugger: the same router, the same
+workers, the same wire over loopback TCP. Only placement, restarts and processes of their own are
+missing.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from router.config import RouterSettings
+from router.wire import WorkerCard
+from services.config import AppConfig, WorkerConfig, WorkerSettings, resolve
+from services.fetch import fetch, weights_id
+from services.machine import model_facts, this_machine
+from services.worker import Worker
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """Running workers, and what a router needs to find them."""
+
+    config: AppConfig  # resolved
+    workers: list[Worker]
+    settings: RouterSettings
+
+    async def discover(self) -> list[WorkerCard]:
+        """What the registry answers elsewhere."""
+        return [worker.card for worker in self.workers if worker.card is not None]
+
+    def api(self) -> Any:
+        """A new ASGI application over these workers; its lifespan starts and stops the router."""
+        from router.api import create_api
+
+        return create_api(self.settings, self.discover)
+
+
+@asynccontextmanager
+async def local_graph(config: AppConfig) -> AsyncIterator[LocalGraph]:
+    """Start all workers of ``config`` here, and stop them at the end.
+
+    Raises ConfigError, FetchError, and whatever the start of a worker raises.
+    """
+    folder = await asyncio.to_thread(fetch, config.model)
+    config = resolve(config, this_machine(one_process=True), model_facts(folder, config.model))
+    secret = secrets.token_bytes(32)
+    weights = weights_id(folder)
+
+    def settings(role: str, pool: WorkerConfig) -> WorkerSettings:
+        return WorkerSettings(
+            worker_id=f"{role}-{secrets.token_hex(4)}",
+            role=role,
+            model_dir=str(folder),
+            served_model=config.served_model_name,
+            weights=weights,
+            host="127.0.0.1",
+            transport=pool.transport,
+            secret=secret,
+            lease_s=pool.lease_s,
+            net_devices=pool.net_devices,
+            checksums=pool.checksums,
+            engine=pool.engine,
+        )
+
+    router = RouterSettings(
+        config=config.router,
+        model_dir=str(folder),
+        served_model=config.served_model_name,
+        router_id=f"router-{secrets.token_hex(4)}",
+        secret=secret,
+    )
+    workers: list[Worker] = []
+    try:
+        for role, pool in config.pools():
+            for _ in range(pool.replicas):
+                workers.append(Worker(settings(role, pool)))
+                await workers[-1].start()
+        yield LocalGraph(config, workers, router)
+    finally:
+        for worker in workers:
+            await worker.close()
+
+
+def run_local(config: AppConfig) -> int:
+    """``baton local``: serve until Ctrl-C; the exit status."""
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: AppConfig) -> int:
+    import uvicorn
+
+    async with local_graph(config) as graph:
+        for card in await graph.discover():
+            print(f"  {card.worker_id:<18} {card.host}:{card.port}  {card.kv_blocks} KV blocks")
+        print(f"  http://{config.host}:{config.port}/v1  (Ctrl-C stops)", flush=True)
+        options = uvicorn.Config(graph.api(), config.host, config.port, log_level="warning")
+        await uvicorn.Server(options).serve()
+    return 0

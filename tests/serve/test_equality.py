@@ -1,0 +1,184 @@
+"""The text is never wrong: disaggregated answers equal one engine's, token for token.
+
+Every target is the real thing: ``baton serve`` with Ray, two worker processes and NIXL, or the same
+graph in one process over the memory transport. Reference and judge: ``tests.support.reference``.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.tokenizer import Tokenizer
+from services.fetch import DEFAULT_MODEL, fetch
+from tests.support.local_server import local_server
+from tests.support.reference import Judge, default_model_judge
+from tests.support.serving import Client, served
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 100, 513, 2000)
+IN_FLIGHT = (*LENGTHS, 20, 48, 64, 65, 200)
+NUM_TOKENS = 48
+BLOCK = 16
+SIZES = ("--max-model-len", "2304", "--kv-blocks", "420")
+TARGETS = ("mixed", "memory", "tcp", "nixl")
+
+ties: dict[str, int] = {}
+
+
+@pytest.fixture(scope="session")
+def text_ids() -> list[int]:
+    """A long run of token ids of real text, starting with ordinary words."""
+    tokenizer = Tokenizer.load(fetch(DEFAULT_MODEL))
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    ids = tokenizer.encode(" ".join(text.split()))
+    assert len(ids) > 2000
+    return ids
+
+
+@pytest.fixture(scope="session")
+def judge() -> Judge:
+    return default_model_judge()
+
+
+@contextmanager
+def running(target: str) -> Iterator[Client]:
+    """A server of the kind that the target names."""
+    if target == "memory":
+        with local_server(SIZES) as client:
+            yield client
+        return
+    pools = ("--mixed", "1", "--prefill", "0", "--decode", "0")
+    if target != "mixed":
+        pools = ("--prefill", "1", "--decode", "1", "--transport", target)
+    with served(*SIZES, *pools) as client:
+        yield client
+
+
+def counters(client: Client, role: str) -> dict[str, Any]:
+    (worker,) = client.idle_workers(role)
+    return worker
+
+
+def prompt(text_ids: list[int], length: int) -> list[int]:
+    return text_ids[:length]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+def test_answers_are_right(target: str, text_ids: list[int], judge: Judge) -> None:
+    with running(target) as client:
+        before = {w["id"]: w for w in client.idle_workers()}
+
+        def ask(length: int, run: str, **options: Any) -> list[int]:
+            ids = prompt(text_ids, length)
+            # A salt of its own keeps a request from another one's cached blocks.
+            salt = f"{run}-{length}"
+            return client.complete_ids(ids, NUM_TOKENS, cache_salt=salt, **options)
+
+        alone = {length: ask(length, "alone") for length in LENGTHS}
+        sampled = {"temperature": 0.8, "seed": 7}
+        together = client.at_once([partial(ask, n, "together") for n in IN_FLIGHT])
+        seeded = client.at_once([partial(ask, n, "seeded", **sampled) for n in IN_FLIGHT])
+        asked = sum(LENGTHS) + 2 * sum(IN_FLIGHT)
+        blocks = sum(-(-n // BLOCK) for n in (*LENGTHS, *IN_FLIGHT, *IN_FLIGHT))
+        if target == "mixed":
+            mixed = counters(client, "mixed")
+            done = mixed["computed_prompt_tokens"] - before[mixed["id"]]["computed_prompt_tokens"]
+            assert done == asked
+        else:
+            check_kv_was_used(client, target, before, asked, blocks)
+    for length, answer in alone.items():
+        judge.check(prompt(text_ids, length), answer)
+    for length, answer in zip(IN_FLIGHT, together, strict=True):
+        judge.check(prompt(text_ids, length), answer)
+    for length, answer in zip(IN_FLIGHT, seeded, strict=True):
+        judge.check(prompt(text_ids, length), answer, temperature=0.8, seed=7)
+    for tie in judge.ties:
+        print(f"{target}: {tie}")
+    assert len(judge.ties) <= 2, judge.ties
+
+
+def check_kv_was_used(
+    client: Client, target: str, before: dict[str, Any], asked: int, blocks: int
+) -> None:
+    """P computed every prompt token, D none; every block went over the transport asked for."""
+    p, d = counters(client, "prefill"), counters(client, "decode")
+    p0, d0 = before[p["id"]], before[d["id"]]
+    assert p["transport"] == d["transport"] == target
+    assert (p["pid"] != d["pid"]) == (target != "memory")
+    assert p["computed_prompt_tokens"] - p0["computed_prompt_tokens"] == asked
+    assert d["computed_prompt_tokens"] - d0["computed_prompt_tokens"] == 0
+    assert d["preemptions"] == 0
+    assert d["pulled_blocks"] - d0["pulled_blocks"] == blocks
+    assert d["pulled_bytes"] - d0["pulled_bytes"] == blocks * span_bytes(d)
+
+
+def span_bytes(worker: dict[str, Any]) -> int:
+    # 30 layers, K and V, 3 KV heads, 64 dimensions of float32, and the trailer
+    return 30 * 2 * 3 * worker["block_size"] * 64 * 4 + 64
+
+
+def test_second_turn_pulls_only_new_blocks(text_ids: list[int]) -> None:
+    first = text_ids[:100]
+    with local_server(SIZES) as client:
+        answer = client.complete_ids(first, 60)
+        d = counters(client, "decode")
+        second = first + answer + text_ids[100:150]
+        client.complete_ids(second, 4)
+        later = counters(client, "decode")
+    # D has KV of all but the answer's last token, in full blocks of 16.
+    kept = (len(first) + len(answer) - 1) // BLOCK
+    new = -(-len(second) // BLOCK) - kept
+    assert later["pulled_blocks"] - d["pulled_blocks"] == new
+    assert later["pulled_bytes"] - d["pulled_bytes"] == new * span_bytes(d)
+
+
+def test_a_late_request_does_not_wait_for_the_others(text_ids: list[int]) -> None:
+    body = {"temperature": 0, "ignore_eos": True, "cache_salt": "late"}
+    with local_server(SIZES) as client:
+        streaming, ended = threading.Event(), threading.Event()
+
+        def long_one(offset: int) -> int:
+            chunks = client.stream(
+                "/v1/completions",
+                {**body, "prompt": text_ids[offset : offset + 40], "max_tokens": 150},
+            )
+            count = 0
+            for _ in chunks:
+                count += 1
+                if count == 3:
+                    streaming.set()
+            ended.set()
+            return count
+
+        def late_one() -> bool:
+            assert streaming.wait(60)
+            chunks = client.stream(
+                "/v1/completions", {**body, "prompt": text_ids[500:520], "max_tokens": 3}
+            )
+            next(chunks)
+            first_before_the_end = not ended.is_set()
+            list(chunks)
+            return first_before_the_end
+
+        results = client.at_once([*(partial(long_one, 60 * i) for i in range(4)), late_one])
+    assert results[-1] is True
+
+
+def test_a_pool_too_small_for_all_preempts_with_equal_text(
+    text_ids: list[int], judge: Judge
+) -> None:
+    # 8 sequences that grow to 96 tokens need 48 blocks; 6 of 35 are one sequence's.
+    sizes = ("--max-model-len", "128", "--kv-blocks", "36")
+    pools = ("--mixed", "1", "--prefill", "0", "--decode", "0")
+    prompts = [text_ids[50 * i : 50 * i + 32] for i in range(8)]
+    with local_server((*sizes, *pools)) as client:
+        answers = client.at_once([partial(client.complete_ids, ids, 64) for ids in prompts])
+        (mixed,) = client.idle_workers("mixed")
+    assert mixed["preemptions"] > 0
+    for ids, answer in zip(prompts, answers, strict=True):
+        judge.check(ids, answer)
