@@ -13,7 +13,6 @@ Knows no tickets, and never moves blocks by other means: what does not work is a
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -30,19 +29,26 @@ from kvtransfer.transport import Completion, Part, Status, check_blocks, check_p
 
 logger = logging.getLogger(__name__)
 
+# How long NIXL's own thread waits for an event before it looks by itself. nixl's Python class sets
+# 0, with which that thread burns a core while nothing happens: hence the bindings below it.
+_PROGRESS_US = 10_000
+
+# Bytes per post. Over shared memory a post copies, and nixl holds Python's lock meanwhile: in one
+# piece a long prompt's KV would stop the engine's thread for 50 ms.
+_POST_BYTES = 4 * 1024 * 1024
+
 
 @dataclass(frozen=True)
 class _Peer:
     agent: str  # its name in NIXL
-    sides: dict[Part, Any]  # prepared lists of its blocks
+    sides: dict[Part, int]  # prepared lists of its blocks
 
 
 @dataclass
 class _Read:
     peer: tuple[str, int]
-    part: Part
-    handle: Any
-    broken: bool = False  # it failed in a way that settles nothing
+    handles: list[int]  # NIXL's, those that are not over
+    failure: str = ""
 
 
 class NixlTransport:
@@ -63,32 +69,34 @@ class NixlTransport:
         self._nixl, self._agent = self._create_agent()
         self._region: Region | None = None
         self._registered: Any = None
-        self._sides: dict[Part, Any] = {}
+        self._sides: dict[Part, int] = {}
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._gone: set[tuple[str, int]] = set()
         self._reads: dict[int, _Read] = {}
-        self._ended: list[Completion] = []
         self._next_handle = 0
 
     def _create_agent(self) -> tuple[Any, Any]:
         try:
-            from nixl import _api, _bindings
+            from nixl import _bindings as nixl
         except ImportError as error:
             raise TransportError(
                 f"nixl cannot be imported ({error}): install the package nixl, which exists for "
                 "Linux, or choose the tcp transport"
             ) from error
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True  # connections are made while nobody polls
+        config.pthrDelay = _PROGRESS_US
         try:
-            agent = _api.nixl_agent(self._agent_name, _api.nixl_agent_config(backends=["UCX"]))
+            agent = nixl.nixlAgent(self._agent_name, config)
+            agent.createBackend("UCX", {})
         except Exception as error:  # the bindings' errors have no base class of their own
-            raise self._failure("create an agent", error) from error
-        if "UCX" not in agent.backends:
-            raise TransportError("this build of nixl has no UCX backend: reinstall the package")
-        return _bindings, agent
+            raise self._failure("create an agent with the UCX backend", error) from error
+        return nixl, agent
 
     def register(self, region: Region) -> bytes:
         """Give NIXL the pool; the metadata is that of the agent, and where the blocks lie."""
-        memory = "DRAM" if region.spans.device.type == "cpu" else "VRAM"
+        on_host = region.spans.device.type == "cpu"
+        segment = self._nixl.DRAM_SEG if on_host else self._nixl.VRAM_SEG
         device = max(region.spans.get_device(), 0)
         tensors = (region.spans, region.seals, region.staging)
         areas = [(t.data_ptr(), t.numel() * t.element_size(), device, "") for t in tensors]
@@ -96,12 +104,15 @@ class NixlTransport:
             (address, num_bytes // region.num_blocks, device) for address, num_bytes, *_ in areas
         )
         try:
-            self._registered = self._agent.register_memory(areas, memory)
+            self._registered = self._nixl.nixlRegDList(segment, areas)
+            self._agent.registerMem(self._registered, [])
             for part, rows in ((Part.KV, spans), (Part.SEALS, staging)):
-                self._sides[part] = self._prepare("", rows, region.num_blocks, memory)
+                self._sides[part] = self._prepare(
+                    self._nixl.NIXL_INIT_AGENT, rows, region.num_blocks, segment
+                )
             fields = {
-                "agent": self._agent.get_agent_metadata(),
-                "memory": memory,
+                "agent": self._agent.getLocalMD(),
+                "on_host": on_host,
                 "kv": spans,
                 "seals": seals,
             }
@@ -124,14 +135,15 @@ class NixlTransport:
         try:
             fields = msgpack.unpackb(peer.metadata)
             rows = {part: tuple(map(int, fields[part.value])) for part in Part}
-            memory, metadata = str(fields["memory"]), bytes(fields["agent"])
+            on_host, metadata = bool(fields["on_host"]), bytes(fields["agent"])
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise TransportError(f"the nixl card of {peer.worker_id} is malformed") from error
+        segment = self._nixl.DRAM_SEG if on_host else self._nixl.VRAM_SEG
         try:
-            loaded = self._agent.add_remote_agent(metadata)
+            loaded = self._agent.loadRemoteMD(metadata)
             agent = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
             sides = {
-                part: self._prepare(agent, rows[part], peer.num_blocks, memory) for part in Part
+                part: self._prepare(agent, rows[part], peer.num_blocks, segment) for part in Part
             }
         except Exception as error:
             raise self._failure(f"reach {peer.worker_id}", error) from error
@@ -146,24 +158,22 @@ class NixlTransport:
         if known is None or self._region is None:
             raise TransportError(f"{peer.worker_id} is not connected over nixl")
         check_blocks(blocks, peer.num_blocks, self._region.num_blocks)
-        remote, local = np.array(blocks, dtype=np.int32).T.copy()
-        try:
-            handle = self._agent.make_prepped_xfer(
-                "READ", self._sides[part], local, known.sides[part], remote
-            )
-        except Exception as error:
-            raise self._failure(f"prepare a read from {peer.worker_id}", error) from error
+        handles = self._prepare_reads(known, part, blocks)
         self._next_handle += 1
-        self._reads[self._next_handle] = _Read(key, part, handle)
-        self._follow(self._next_handle, self._agent.transfer)
+        read = self._reads[self._next_handle] = _Read(key, handles)
+        self._follow(read, self._agent.postXferReq)
         return self._next_handle
 
     def poll(self) -> list[Completion]:
         """Ask NIXL for the state of each read."""
-        for number in [n for n, read in self._reads.items() if not read.broken]:
-            self._follow(number, self._agent.check_xfer_state)
-        ended, self._ended = self._ended, []
-        return ended
+        completions = []
+        for number, read in list(self._reads.items()):
+            self._follow(read, self._agent.getXferStatus)
+            if not read.handles:
+                del self._reads[number]
+                status = Status.FAILED if read.failure else Status.DONE
+                completions.append(Completion(number, status, read.failure))
+        return completions
 
     def abandon(self, handle: int) -> None:
         """Nothing: releasing a handle does not keep its bytes from landing."""
@@ -177,29 +187,29 @@ class NixlTransport:
         if known is None:
             return
         for side in known.sides.values():
-            _quietly("release a peer's blocks", side.release)
-        _quietly("remove a peer", lambda: self._agent.remove_remote_agent(known.agent))
+            _quietly("release a peer's blocks", self._agent.releasedDlistH, side)
+        _quietly("remove a peer", self._agent.invalidateRemoteMD, known.agent)
 
     def close(self) -> None:
         """Destroy the agent: nothing lands, and nothing can be read, after this."""
         if self._agent is None:
             return
+        agent = self._agent
         for read in self._reads.values():
-            _release(read.handle)
+            for handle in read.handles:
+                _quietly("release a read", agent.releaseXferReq, handle)
+        sides = [side for peer in self._peers.values() for side in peer.sides.values()]
+        for side in [*sides, *self._sides.values()]:
+            _quietly("release a list of blocks", agent.releasedDlistH, side)
+        if self._registered is not None:
+            _quietly("deregister the pool", agent.deregisterMem, self._registered, [])
         self._reads.clear()
-        for peer in self._peers.values():
-            for side in peer.sides.values():
-                _release(side)
-        for side in self._sides.values():
-            _release(side)
         self._peers.clear()
         self._sides.clear()
-        if self._registered is not None:
-            _quietly("deregister", lambda: self._agent.deregister_memory(self._registered))
         self._registered = self._region = self._agent = None
-        gc.collect()  # the agent ends with its last reference
+        del agent  # the last reference: it is destroyed here
 
-    def _prepare(self, agent: str, rows: tuple[int, ...], num_blocks: int, memory: str) -> Any:
+    def _prepare(self, agent: str, rows: tuple[int, ...], num_blocks: int, segment: Any) -> int:
         """A prepared list of ``num_blocks`` neighbours; ``rows``: first address, bytes, device."""
         address, num_bytes, device = rows
         # As (address, length, device) rows: NIXL's own serialised lists are pickles.
@@ -207,29 +217,61 @@ class NixlTransport:
         descriptors[:, 0] = address + num_bytes * np.arange(num_blocks, dtype=np.uint64)
         descriptors[:, 1] = num_bytes
         descriptors[:, 2] = device
-        return self._agent.prep_xfer_dlist(agent, descriptors, memory)
+        areas = self._nixl.nixlXferDList(segment, descriptors)
+        handle: int = self._agent.prepXferDlist(agent, areas, [])
+        return handle
 
-    def _follow(self, number: int, ask: Callable[[Any], str]) -> None:
-        """Post a read or ask for its state, and end it when that settles it."""
-        read = self._reads[number]
+    def _prepare_reads(
+        self, peer: _Peer, part: Part, blocks: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """NIXL requests for ``(remote block, local block)`` pairs, not posted yet."""
+        assert self._region is not None
+        remote, local = np.array(blocks, dtype=np.int32).T.copy()
+        step = max(1, _POST_BYTES // self._region.span_bytes)
+        ours, theirs = self._sides[part], peer.sides[part]
+        handles: list[int] = []
         try:
-            state = ask(read.handle)
-        except self._nixl.nixlRemoteDisconnectError:
-            self._gone.add(read.peer)
-            self._end(number, Status.FAILED, f"{read.peer[0]} disconnected during a nixl read")
-            return
-        except Exception as error:  # not settled, see above
-            state = f"{type(error).__name__}: {error}"
-        if state == "DONE":
-            self._end(number, Status.DONE, "")
-        elif state != "PROC":
-            read.broken = True
-            logger.error("a nixl read from %s fails, but is not over: %s", read.peer[0], state)
+            for i in range(0, len(blocks), step):
+                handles.append(
+                    self._agent.makeXferReq(
+                        self._nixl.NIXL_READ,
+                        ours,
+                        local[i : i + step],
+                        theirs,
+                        remote[i : i + step],
+                    )
+                )
+        except Exception as error:
+            for handle in handles:
+                _quietly("release a read", self._agent.releaseXferReq, handle)
+            raise self._failure(f"prepare a read from {peer.agent}", error) from error
+        return handles
 
-    def _end(self, number: int, status: Status, reason: str) -> None:
-        read = self._reads.pop(number)
-        _release(read.handle)
-        self._ended.append(Completion(number, status, reason))
+    def _follow(self, read: _Read, ask: Callable[[int], Any]) -> None:
+        """Post a read's requests or ask for their state; drop those that are settled."""
+        for handle in list(read.handles):
+            try:
+                state = ask(handle)
+            except self._nixl.nixlRemoteDisconnectError:
+                self._gone.add(read.peer)
+                read.failure = f"{read.peer[0]} disconnected during a nixl read"
+            except Exception as error:
+                self._keep_unsettled(read, f"{type(error).__name__}: {error}")
+                continue
+            else:
+                if state == self._nixl.NIXL_IN_PROG:
+                    continue
+                if state != self._nixl.NIXL_SUCCESS:
+                    self._keep_unsettled(read, str(state))
+                    continue
+            read.handles.remove(handle)
+            _quietly("release a read", self._agent.releaseXferReq, handle)
+
+    def _keep_unsettled(self, read: _Read, error: str) -> None:
+        """An error that proves nothing: the request stays, and is asked again."""
+        if not read.failure:
+            logger.error("a nixl read from %s fails, but is not over: %s", read.peer[0], error)
+        read.failure = f"a nixl read from {read.peer[0]} failed: {error}"
 
     def _failure(self, what: str, error: Exception) -> TransportError:
         return TransportError(
@@ -239,15 +281,9 @@ class NixlTransport:
         )
 
 
-def _release(handle: Any) -> None:
-    """Free a handle for good: its finalizer must not try again."""
-    _quietly("release a handle", handle.release)
-    handle._released = True
-
-
-def _quietly(what: str, act: Callable[[], object]) -> None:
+def _quietly(what: str, act: Callable[..., object], *args: object) -> None:
     """On the way out an error changes nothing any more."""
     try:
-        act()
+        act(*args)
     except Exception as error:
         logger.warning("nixl could not %s: %s: %s", what, type(error).__name__, error)

@@ -84,8 +84,12 @@ class Region:
 
     def checksum(self, blocks: Sequence[int]) -> list[int]:
         """u64 sum of each block's KV bytes read as little-endian u64 words (wrapping)."""
-        num_words = self.layout.kv_bytes // 8
-        return [int(self._words[block, :num_words].sum().item()) & _U64 for block in blocks]
+        rows = [self._words[block, : self.layout.kv_bytes // 8] for block in blocks]
+        if self.spans.device.type == "cpu":
+            # By numpy, in this thread alone: torch would share the sum among the threads that the
+            # engine computes with, and wait for them a hundred times longer than the sum takes.
+            return [int(row.numpy().sum()) & _U64 for row in rows]
+        return [int(row.sum().item()) & _U64 for row in rows]
 
     def _stamp(
         self, where: Tensor, blocks: Sequence[tuple[int, int]], rows: Sequence[Sequence[int]]
