@@ -60,6 +60,7 @@ class _Open:
     stage: Stage
     deadline: float
     reservation: Reservation | None = None
+    reserved_ids: bytes = b""
     message: wire.Decode | None = None
     pull_started: float = 0.0
 
@@ -115,7 +116,7 @@ class DecodeService:
             reason = "no free KV blocks now"
             self._outbox.put(link, wire.Refused(*key, reason=reason, retry=True))
             return
-        self._open[key] = _Open(link, Stage.RESERVED, deadline, reservation)
+        self._open[key] = _Open(link, Stage.RESERVED, deadline, reservation, message.ids)
         cached = reservation.num_cached * self._engine.config.block_size
         self._outbox.put(link, wire.Reserved(*key, cached_tokens=cached))
 
@@ -125,6 +126,7 @@ class DecodeService:
         if message.ticket:
             self._start_pull(key, message, now)
             return
+        self.abort(key)  # a reservation: it is computed here after all
         params = sampling_params(message.sampling)
         ids = unpack_ids(message.ids)
         self._engine.add(key, ids, message.num_prompt, params, message.salt)
@@ -139,7 +141,7 @@ class DecodeService:
         opened = self._open[key]
         assert opened.reservation is not None
         try:
-            ticket = self._checked_ticket(message, opened.reservation)
+            ticket = self._checked_ticket(message, opened.reservation, opened.reserved_ids)
         except TicketError as error:
             self._fail(key, "pull", str(error))
             return
@@ -147,18 +149,22 @@ class DecodeService:
         if peer is None:
             self._outbox.put(opened.link, wire.UnknownPeer(*key, ticket.worker_id, ticket.epoch))
             return
-        opened.stage = Stage.PULLING
-        opened.message = message
-        opened.pull_started = now
         blocks = opened.reservation.blocks
         missing = range(opened.reservation.num_cached, len(blocks))
         pairs = [(index, blocks[index]) for index in missing]
         self._pulls.pull(_pull_key(key), ticket, peer, pairs, opened.deadline)
+        opened.stage = Stage.PULLING
+        opened.message = message
+        opened.pull_started = now
 
-    def _checked_ticket(self, message: wire.Decode, reservation: Reservation) -> Ticket:
+    def _checked_ticket(
+        self, message: wire.Decode, reservation: Reservation, reserved_ids: bytes
+    ) -> Ticket:
         """The ticket, if it is for exactly this request's tokens and blocks; else TicketError."""
         ticket = open_ticket(message.ticket, self._secret)
         ids = unpack_ids(message.ids)
+        if not message.ids.startswith(reserved_ids):  # its cached blocks hold other tokens' KV
+            raise TicketError("the reservation is for other tokens")
         if ticket.fingerprint != self._fingerprint:
             raise TicketError("the ticket's KV layout differs from this worker's")
         if ticket.num_tokens != reservation.num_tokens or ticket.num_tokens >= len(ids):
@@ -239,8 +245,12 @@ class DecodeService:
         return True
 
     def of_link(self, link: Peer) -> list[Key]:
-        """Requests that came over this connection."""
-        return [key for key, opened in self._open.items() if opened.link is link]
+        """Requests of this connection that still owe it a terminal message."""
+        return [
+            key
+            for key, opened in self._open.items()
+            if opened.link is link and opened.stage is not Stage.LEAVING
+        ]
 
     def tick(self, now: float) -> list[tuple[Key, Peer]]:
         """Requests that are past their deadline."""

@@ -43,6 +43,10 @@ class PrefillService:
         """Requests that are queued or being computed."""
         return len(self._open)
 
+    def knows(self, key: Key) -> bool:
+        """Whether the request is queued or being computed here."""
+        return key in self._open
+
     def prefill(self, link: Peer, message: wire.Prefill, now: float, deadline: float) -> None:
         """Queue a prompt. The message has been checked."""
         key = (message.request, message.attempt)

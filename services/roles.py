@@ -21,6 +21,7 @@ from services.prefill import PrefillService
 log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
+_MAX_SALT_BYTES = 255  # of a block's name
 _REPORT_INTERVAL_S = 0.25  # between load reports of a busy worker
 
 Work = wire.Prefill | wire.Reserve | wire.Decode
@@ -93,6 +94,9 @@ class Roles:
 
     def _work(self, link: Peer, message: Work, now: float) -> None:
         key = (message.request, message.attempt)
+        if self._repeats(key, message):
+            log.warning("ignored a %s of a request that is open", type(message).__name__)
+            return
         refusal = self._refusal(key, message)
         if refusal is not None:
             self._outbox.put(link, refusal)
@@ -108,26 +112,37 @@ class Roles:
                     self._decode.decode(link, message, now, deadline)
         except Exception as error:  # one request's fault stays its own
             log.exception("a %s could not be handled", type(message).__name__)
-            self._end(key, link, "internal", f"{type(message).__name__} failed: {error!r}")
+            if not (self._prefill.abort(key) or self._decode.abort(key)):
+                self._engine.abort(key)
+            reason = f"{type(message).__name__} failed: {error!r}"
+            self._outbox.put(link, wire.Failed(*key, kind="internal", message=reason))
+
+    def _repeats(self, key: Key, message: Work) -> bool:
+        """Whether the request is open already and this does not continue it: a terminal message is
+        on its way, and a second one must not be.
+        """
+        stage = self._decode.knows(key)
+        if stage is Stage.RESERVED:
+            return not isinstance(message, wire.Decode)
+        return self._prefill.knows(key) or stage in (Stage.PULLING, Stage.DECODING)
 
     def _refusal(self, key: Key, message: Work) -> wire.Refused | wire.Failed | None:
-        """Why this cannot be begun."""
-        continues = isinstance(message, wire.Decode) and bool(message.ticket)
-        stage = self._decode.knows(key)
-        if self.state == "draining" and not continues:
-            return wire.Refused(*key, reason="the worker is draining", retry=True)
-        if continues and stage is not Stage.RESERVED:
-            return wire.Failed(
-                *key, kind="invalid", message="a Decode with a ticket needs a Reserve"
-            )
-        if not continues and (stage is not None or self._engine.knows(key)):
-            return wire.Failed(
-                *key, kind="invalid", message="this request and attempt is open already"
-            )
+        """Why this cannot be begun or continued."""
+        reserved = self._decode.knows(key) is Stage.RESERVED
+        if not reserved:
+            if self.state == "draining":
+                return wire.Refused(*key, reason="the worker is draining", retry=True)
+            reason = ""
+            if isinstance(message, wire.Decode) and message.ticket:
+                reason = "a Decode with a ticket needs a Reserve"
+            elif self._engine.knows(key):
+                reason = "an earlier pull of this request and attempt has not ended"
+            if reason:
+                return wire.Failed(*key, kind="invalid", message=reason)
         reason = self._wrong(message)
         if not reason:
             return None
-        if continues:
+        if reserved:
             self._decode.abort(key)
         if isinstance(message, wire.Reserve):
             return wire.Refused(*key, reason=reason, retry=False)
@@ -135,6 +150,10 @@ class Roles:
 
     def _wrong(self, message: Work) -> str:
         """What is wrong with the request itself, or ""."""
+        if not 0 <= message.attempt < 1 << 32:
+            return f"attempt {message.attempt} is not a u32"
+        if len(message.salt) > _MAX_SALT_BYTES:
+            return f"the salt has {len(message.salt)} bytes, more than {_MAX_SALT_BYTES}"
         try:
             ids = unpack_ids(message.ids)
         except ValueError:
@@ -153,7 +172,7 @@ class Roles:
         if any(not 0 <= stop < self._vocab_size for stop in sampling.stop_ids):
             return f"a stop id is outside the vocabulary of {self._vocab_size}"
         ranges_hold = (
-            sampling.temperature >= 0
+            0 <= sampling.temperature < _NEVER
             and sampling.top_k >= 0
             and 0 < sampling.top_p <= 1
             and 0 <= sampling.min_p <= 1

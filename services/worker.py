@@ -200,7 +200,8 @@ class Worker:
         return self.card
 
     def _progress(self) -> tuple[int, bool]:
-        return self.engine.scheduler.stats.steps, self.engine.has_work
+        # Without room the engine waits for a lease or a pull to end: that is not a hang.
+        return self.engine.scheduler.stats.steps, self.engine.has_work and not self.engine.stalled
 
     def _on_connect(self, link: Link, hello: wire.Hello, tickets: tuple[bytes, ...]) -> None:
         router = self._routers[link] = _Router(link, hello.router_id)

@@ -95,8 +95,8 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def knows(self, key: Key) -> bool:
-        """Whether the key names a sequence or a reservation."""
-        return key in self._seqs or key in self._reserved
+        """Whether the key names a sequence, a reservation, or blocks in quarantine."""
+        return key in self._seqs or key in self._reserved or key in self._quarantined
 
     def abort(self, key: Key) -> None:
         """Drop a sequence or a reservation at any point (idempotent). Not for a pull in flight:
@@ -145,9 +145,9 @@ class Engine:
         hit = self.pool.match(block_hashes(ids, self.config.block_size, salt))
         self.pool.share(hit)
         need = self.scheduler.blocks_for(len(ids)) - len(hit)
-        # Reservations cannot be preempted: leave each running sequence room for its next block.
-        headroom = len(self.scheduler.running)
-        fresh = self.pool.allocate(need) if need + headroom <= self.pool.num_available else None
+        # Reservations cannot be preempted: whoever is here already, preempted ones too, goes first.
+        owed = self.scheduler.num_owed
+        fresh = self.pool.allocate(need) if need + owed <= self.pool.num_available else None
         if fresh is None:
             self.pool.release(hit)
             return None

@@ -60,7 +60,8 @@ def scores(logits: Tensor, row: Row) -> Tensor:
         values[torch.tensor(params.stop_ids)] = _NEGATIVE
     if params.temperature == 0:
         return values
-    values = _truncate(values / params.temperature, params.top_k, params.top_p, params.min_p)
+    values = (values - values.max()) / params.temperature  # a tiny temperature overflows otherwise
+    values = _truncate(values, params.top_k, params.top_p, params.min_p)
     return values + gumbel_noise(values.numel(), params.seed, params.choice, row.end)
 
 

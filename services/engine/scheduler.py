@@ -92,6 +92,14 @@ class Scheduler:
         """Blocks that hold the KV of ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
+    @property
+    def num_owed(self) -> int:
+        """Blocks that the sequences which are here already come to need before any newcomer: all
+        that a waiting one lacks, and one more for each that runs.
+        """
+        lacking = (self.blocks_for(seq.num_tokens) - len(seq.blocks) for seq in self.waiting)
+        return len(self.running) + sum(max(1, count) for count in lacking)
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; it may already own blocks with ``num_computed`` tokens of KV (a
         hand-off).
@@ -123,16 +131,11 @@ class Scheduler:
             rows.append(self._row(seq, count))
             budget -= count
             index += 1
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            if not self._try_admit(self.waiting[0]):
-                break
-            seq = self.waiting.popleft()
-            seq.status = Status.RUNNING
-            seq.started = seq.started or now
-            self.running.append(seq)
-            count = min(seq.num_tokens - seq.num_computed, budget)
-            rows.append(self._row(seq, count))
-            budget -= count
+        rows += self._admit(budget, now)
+        while not rows and (holder := self._holder_behind_first()):
+            # Nothing runs, so nobody else will make room for the first in the queue.
+            self._preempt(holder)
+            rows += self._admit(budget, now)
         return Plan(tuple(rows), self.pool.take_opened())
 
     def update(self, plan: Plan, tokens: list[int]) -> tuple[list[Output], list[tuple[int, int]]]:
@@ -180,6 +183,34 @@ class Scheduler:
             assert blocks is not None
             seq.blocks += blocks
         return True
+
+    def _admit(self, budget: int, now: float) -> list[Row]:
+        """Start waiting sequences in order. Behind one that finds no room only those start that
+        hold blocks already: they will give them back.
+        """
+        rows: list[Row] = []
+        no_room = False
+        for seq in list(self.waiting):
+            if budget == 0 or len(self.running) >= self.max_num_seqs:
+                break
+            if no_room and not seq.blocks:
+                continue
+            if not self._try_admit(seq):
+                no_room = True
+                continue
+            self.waiting.remove(seq)
+            seq.status = Status.RUNNING
+            seq.started = seq.started or now
+            self.running.append(seq)
+            count = min(seq.num_tokens - seq.num_computed, budget)
+            rows.append(self._row(seq, count))
+            budget -= count
+        return rows
+
+    def _holder_behind_first(self) -> Sequence | None:
+        """The youngest waiting sequence that holds blocks, unless it is the first in the queue."""
+        holders = [seq for seq in self.waiting if seq.blocks and seq is not self.waiting[0]]
+        return holders[-1] if holders else None
 
     def _victim(self) -> Sequence:
         """The youngest sequence that holds blocks: queued with pulled KV first, then the last that
