@@ -15,6 +15,7 @@ imported in worker replicas only, so that the router stays small.
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, DeploymentStatus, LoggingConfig
 
 from router import wire
 from router.config import RouterSettings
@@ -228,8 +229,16 @@ def failure() -> str | None:
     app = serve.status().applications.get(APP_NAME)
     if app is None or app.status != ApplicationStatus.DEPLOY_FAILED:
         return None
-    messages = [f"{name}: {d.message}" for name, d in app.deployments.items() if d.message]
-    return "\n".join(messages) or app.message
+    for name, deployment in app.deployments.items():
+        if deployment.status == DeploymentStatus.DEPLOY_FAILED:
+            return f"{name} does not start: {root_cause(deployment.message)}"
+    return app.message
+
+
+def root_cause(message: str) -> str:
+    """What one of our own exceptions says at the end of a traceback, else all of the traceback."""
+    own = list(re.finditer(r"^(?:kvtransfer|router|services)(?:\.\w+)+: ", message, re.MULTILINE))
+    return message[own[-1].end() :].strip() if own else message
 
 
 def reports(spec: AppSpec) -> list[tuple[wire.WorkerCard, wire.Load]]:

@@ -80,7 +80,7 @@ class WorkerSettings:
     weights: str  # digest of the weights, part of the KV layout's identity
     host: str  # where the worker listens, and where its peers find it
     transport: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     lease_s: float
     net_devices: str
     checksums: bool

@@ -39,6 +39,7 @@ POLL_S = 0.2  # while it starts: Serve tells nobody when something has happened
 LOOK_FOR_FAILURE_EVERY = 5  # polls; asking Serve costs its controller far more than /ready does
 PATH_BYTES = 30  # longest folder for which Ray's sockets below it stay under AF_UNIX's 107 bytes
 SERVE_FAILED = 1
+KILLED = 128  # plus the signal, in an exit status
 
 
 class Phases:
@@ -70,7 +71,11 @@ def run_serve(config: AppConfig) -> int:
     phases.done("fetch", str(folder))
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
     work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))
-    return supervise(lambda: serve_in(work, resolved, phases), work, STOP_S)
+    status = supervise(lambda: serve_in(work, resolved, phases), work, STOP_S)
+    if status > KILLED:
+        phases.say(f"baton: error: the serving process was killed by signal {status - KILLED}")
+        return SERVE_FAILED
+    return status
 
 
 def serve_in(work: Path, config: AppConfig, phases: Phases) -> int:
@@ -158,7 +163,6 @@ def ray_environment(work: Path) -> dict[str, str]:
         # Its default of 30 s makes every stop take that long.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         # A token of this run: nothing is written to the home folder, nobody else gets in.
-        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }

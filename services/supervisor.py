@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,15 +48,20 @@ def supervise(body: Callable[[], int], folder: Path, patience_s: float) -> int:
 
 
 def _in_child(body: Callable[[], int], folder: Path, front: int) -> int:
-    os.setsid()
-    _prctl(PR_SET_PDEATHSIG, signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    """The child's whole life. Nothing may leave it: above it lies the caller's code."""
+    status = FAILED
     try:
-        status = body() if os.getppid() == front else FAILED
-        sys.stdout.flush()
+        os.setsid()
+        _prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if os.getppid() == front:  # else it died before the kernel was asked to tell us
+            status = body()
     except KeyboardInterrupt:
         status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
     if os.getppid() != front:
         kill_session(os.getpid(), but=os.getpid())
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,8 +108,8 @@ def kill_session(leader: int, but: int = 0) -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        _reap(0)
         time.sleep(0.01)  # the kernel tells nobody when a process that is not a child has gone
+    _reap(0)
 
 
 def session_members(leader: int) -> set[int]:

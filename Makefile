@@ -1,0 +1,51 @@
+# Targets of this project; `make` alone lists them. Needs make and Python 3.11, nothing else.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+SECONDS ?= 600
+
+.DEFAULT_GOAL := help
+.PHONY: help venv dev serve test lint format soak clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+venv: $(VENV)/.installed  ## create .venv and install what serving needs
+
+dev: $(VENV)/.installed-dev  ## the same, and what tests and linters need
+
+serve: venv  ## serve the default model: make serve ARGS="--port 8123 --decode 2"
+	@exec $(BIN)/baton serve $(ARGS)
+
+test: dev  ## run the tests: make test ARGS="-k config"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: dev  ## let ruff format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: dev  ## steady load for SECONDS, watching the memory of every process
+	$(BIN)/python tests/soak.py --seconds $(SECONDS) $(ARGS)
+
+clean:  ## remove .venv and everything that tools have left
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say which pyproject.toml was installed; pip runs again when it is newer.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,39 @@
+"""A private local Ray for tests in this process."""
+
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.serve import ray_environment, short_folder
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """Ray in this process, as ``baton serve`` starts it, without Serve."""
+    folder = Path(tempfile.mkdtemp(prefix="baton-test-", dir=short_folder()))
+    before = dict(os.environ)
+    os.environ.update(ray_environment(folder))
+    with warnings.catch_warnings(action="ignore"):  # Ray's own, at import and start
+        from services import app
+
+        app.start_ray(folder)
+    try:
+        yield
+    finally:
+        app.stop_ray(0)
+        os.environ.clear()
+        os.environ.update(before)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Ray's last processes may still write for a moment."""
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)

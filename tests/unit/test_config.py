@@ -1,0 +1,257 @@
+"""Configuration: YAML and flags, wrong use, and what ``auto`` becomes."""
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.config import (
+    ROLES,
+    AppConfig,
+    ConfigError,
+    Machine,
+    ModelFacts,
+    WorkerSettings,
+    apply_flags,
+    from_mapping,
+    keys,
+    load,
+    resolve,
+)
+from services.engine.config import EngineConfig
+
+GIB = 2**30
+LAPTOP = Machine(cores=8, memory_bytes=16 * GIB)
+GPU = Machine(cores=64, memory_bytes=512 * GIB, cuda=True, cuda_bytes=80 * GIB)
+MODEL = ModelFacts("tiny", max_model_len=8192, num_layers=30, num_kv_heads=3, head_dim=64)
+
+
+def configured(**flags: object) -> AppConfig:
+    return load(None, flags)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "baton.yaml"
+    path.write_text(text)
+    return path
+
+
+# --- YAML and flags ----------------------------------------------------------------------------
+
+
+def test_without_anything_there_is_one_pair() -> None:
+    config = load()
+    assert [role for role, _ in config.pools()] == ["prefill", "decode"]
+    assert config.num_workers == 2
+
+
+def test_yaml_may_differ_by_role(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        port: 8123
+        router: {policy: round-robin, api_keys: [one, two]}
+        prefill: {replicas: 2, token_budget: 2048, lease_s: 5}
+        decode: {max_num_seqs: 64, prefix_cache: false}
+        mixed:
+        """,
+    )
+    config = load(file)
+    assert config.port == 8123
+    assert config.router.policy == "round-robin"
+    assert config.router.api_keys == ("one", "two")
+    assert config.prefill.replicas == 2
+    assert config.prefill.lease_s == 5.0
+    assert config.prefill.engine.token_budget == 2048
+    assert config.decode.engine == replace(EngineConfig(), max_num_seqs=64, prefix_cache=False)
+    assert config.mixed == AppConfig().mixed
+
+
+def test_a_flag_beats_the_yaml_for_all_roles(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 8123\nprefill: {block_size: 8, threads: 3}\n")
+    config = load(file, {"port": "9000", "block_size": "32", "mixed": "1"})
+    assert config.port == 9000
+    assert [getattr(config, role).engine.block_size for role in ROLES] == [32, 32, 32]
+    assert config.prefill.engine.threads == 3
+    assert config.mixed.replicas == 1
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "# nothing\n")) == AppConfig()
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"prefil": {}}, "prefil: unknown key (did you mean prefill?)"),
+        (
+            {"prefill": {"blok_size": 1}},
+            "prefill.blok_size: unknown key (did you mean block_size?)",
+        ),
+        ({"router": {"xyz": 1}}, "router.xyz: unknown key"),
+        ({"prefill": 3}, "prefill: 3 is not a mapping of keys"),
+        ([1], "the top level: [1] is not a mapping of keys"),
+        ({"port": "http"}, "port: 'http' is not a whole number"),
+        ({"port": True}, "port: True is not a whole number"),
+        ({"port": 80.5}, "port: 80.5 is not a whole number"),
+        ({"port": 70000}, "port: 70000 is out of range, allowed is from 1 to 65535"),
+        ({"model": 5}, "model: 5 is not a text"),
+        ({"decode": {"checksums": "yes"}}, "decode.checksums: 'yes' is neither true nor false"),
+        ({"decode": {"lease_s": float("nan")}}, "decode.lease_s: nan is out of range"),
+        (
+            {"decode": {"kv_blocks": -1}},
+            "decode.kv_blocks: -1 is out of range, allowed is at least 0",
+        ),
+        ({"mixed": {"dtype": "fp16"}}, "mixed.dtype: 'fp16' is not one of auto, float32, bfloat16"),
+        ({"mixed": {"transport": "nxil"}}, "(did you mean nixl?)"),
+        ({"router": {"api_keys": ["a", 1]}}, "router.api_keys[1]: 1 is not a text"),
+        ({"router": {"policy": "best"}}, "router.policy is 'best'"),
+        ({"router": {"max_queue": -1}}, "router.max_queue"),
+    ],
+)
+def test_wrong_yaml_names_key_value_and_what_is_allowed(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(raw, AppConfig())
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(write(tmp_path, "a: [1\n"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": "0"}, "--port: 0 is out of range"),
+        ({"prefill": "two"}, "--prefill: 'two' is not a whole number"),
+        ({"max_model_len": "8k"}, "--max-model-len: '8k' is not a whole number"),
+        ({"policy": "best"}, "policy"),
+    ],
+)
+def test_wrong_flags(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_flags(AppConfig(), flags)
+    assert message in str(caught.value)
+
+
+def test_every_key_of_the_engine_is_a_key_of_a_worker_block() -> None:
+    block = keys(type(AppConfig().prefill))
+    assert set(keys(EngineConfig)) < set(block)
+    assert "engine" not in block
+
+
+# --- resolving ---------------------------------------------------------------------------------
+
+
+def test_auto_on_a_cpu() -> None:
+    config = resolve(load(), LAPTOP, MODEL)
+    engine = config.decode.engine
+    assert (engine.device, engine.dtype, engine.token_budget) == ("cpu", "float32", 256)
+    assert engine.max_model_len == 8192
+    assert engine.kv_blocks == 4 * 512 + 1  # four longest requests, and block 0
+    assert engine.threads == 4  # eight cores, two workers
+    assert config.decode.transport == "nixl"
+    assert config.served_model_name == "tiny"
+    assert config.mixed == load().mixed  # nobody runs it: left alone
+
+
+def test_auto_on_a_gpu() -> None:
+    engine = resolve(load(), GPU, MODEL).prefill.engine
+    assert (engine.device, engine.dtype, engine.token_budget) == ("cuda", "bfloat16", 8192)
+
+
+def test_what_was_asked_for_stays() -> None:
+    config = configured(
+        dtype="bfloat16", threads="3", kv_blocks="600", token_budget="99", served_model_name="me"
+    )
+    resolved = resolve(config, LAPTOP, MODEL)
+    engine = resolved.prefill.engine
+    assert (engine.dtype, engine.threads, engine.kv_blocks) == ("bfloat16", 3, 600)
+    assert (engine.token_budget, resolved.served_model_name) == (99, "me")
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(load(), LAPTOP, MODEL)
+    assert resolve(once, LAPTOP, MODEL) == once
+
+
+@pytest.mark.parametrize(
+    ("machine", "transport"),
+    [
+        (replace(LAPTOP, one_process=True), "memory"),
+        (replace(LAPTOP, linux=False), "tcp"),
+        (replace(LAPTOP, one_host=False), "tcp"),
+    ],
+)
+def test_auto_transport(machine: Machine, transport: str) -> None:
+    assert resolve(load(), machine, MODEL).prefill.transport == transport
+
+
+def test_threads_are_never_none() -> None:
+    config = configured(prefill="8", decode="8", max_model_len="64")
+    assert resolve(config, replace(LAPTOP, cores=2), MODEL).prefill.engine.threads == 1
+
+
+def test_the_pool_takes_its_share_of_little_memory() -> None:
+    small = replace(LAPTOP, memory_bytes=4 * GIB)
+    engine = resolve(load(), small, MODEL).decode.engine
+    assert 513 <= engine.kv_blocks < 2049
+    assert engine.kv_blocks * MODEL.block_bytes(engine) <= 4 * GIB // 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "words"),
+    [
+        (
+            {"prefill": "0"},
+            LAPTOP,
+            ["prefill 0", "decode 1", "at least one prefill and one decode"],
+        ),
+        ({"prefill": "0", "decode": "0"}, LAPTOP, ["mixed 0", "mixed one"]),
+        ({"kv_blocks": "512"}, LAPTOP, ["8192 tokens", "513 blocks", "pool's 512", "to 8176"]),
+        ({"kv_blocks": "1"}, LAPTOP, ["pool's 1", "lower max_model_len"]),
+        ({}, replace(LAPTOP, memory_bytes=GIB), ["513 blocks", "0.1 GiB hold"]),
+        ({"kv_blocks": "20000"}, LAPTOP, ["prefill 1 x 20000", "27.5 GiB", "16.0 GiB"]),
+        ({"max_model_len": "9000"}, LAPTOP, ["9000", "8192 tokens", "tiny"]),
+        ({"device": "cuda"}, LAPTOP, ["'cuda'", "no CUDA device"]),
+        ({"transport": "memory"}, LAPTOP, ["'memory'", "nixl and tcp"]),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    flags: dict[str, str], machine: Machine, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load(None, flags), machine, MODEL)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("block_size", (16, 32)), ("dtype", ("float32", "bfloat16")), ("transport", ("nixl", "tcp"))],
+)
+def test_a_pair_must_agree_on_the_form_of_its_kv(name: str, values: tuple[object, object]) -> None:
+    raw = {"prefill": {name: values[0]}, "decode": {name: values[1]}}
+    with pytest.raises(ConfigError) as caught:
+        resolve(from_mapping(raw, AppConfig()), LAPTOP, MODEL)
+    assert f"prefill.{name}: {values[0]!r}" in str(caught.value)
+    assert f"decode.{name}: {values[1]!r}" in str(caught.value)
+
+
+def test_mixed_workers_alone_need_no_pair() -> None:
+    config = configured(prefill="0", decode="0", mixed="2")
+    assert [role for role, _ in resolve(config, LAPTOP, MODEL).pools()] == ["mixed"]
+
+
+def test_worker_settings_can_be_pickled_and_hide_the_secret() -> None:
+    settings = WorkerSettings(
+        worker_id="prefill-1", role="prefill", model_dir="m", served_model="m", weights="w",
+        host="127.0.0.1", transport="tcp", secret=b"never shown", lease_s=30, net_devices="lo",
+        checksums=False, engine=EngineConfig(),
+    )  # fmt: skip
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert "never shown" not in repr(settings)
