@@ -546,6 +546,56 @@ def test_unknown_transports_are_named() -> None:
         open_transport("pigeon", "p", 1)
 
 
+# --- nixl alone ---
+
+
+def test_a_stopped_nixl_producer_keeps_the_blocks_in_quarantine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory nothing is ever in flight
+    producer = RemoteProducer("nixl", f"p-{secrets.token_hex(4)}")
+    consumer = Consumer("nixl")
+    try:
+        ticket = export(producer, [(block, 2) for block in range(8)], seed=18)
+        pairs = [(i, i) for i in range(8)]
+        blocks = tuple(range(8))
+        consumer.start(ticket, producer.card, pairs)
+        assert isinstance(consumer.events(1)[0], Arrived)
+        assert consumer.holds(7, 18, remote=7)
+
+        producer.signal(signal.SIGSTOP)
+        consumer.start(ticket, producer.card, pairs)
+        consumer.importer.abort(b"k")
+        assert consumer.events(1) == [PullAborted(b"k", blocks, settled=False)]
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:  # bytes may still land, so it must not say otherwise
+            assert consumer.importer.poll(time.monotonic()) == []
+        with pytest.raises(TransportError, match="in flight"):
+            consumer.transport.forget(producer.card)
+        producer.signal(signal.SIGCONT)
+        assert consumer.events(1) == [Settled(b"k", blocks)]
+
+        producer.signal(signal.SIGSTOP)
+        consumer.start(ticket, producer.card, pairs, patience_s=0.2)
+        (event,) = consumer.events(1)
+        assert isinstance(event, PullFailed)
+        assert not event.settled
+        assert "deadline" in event.reason
+        consumer.transport.close()  # destroys the agent: this settles it
+        assert consumer.importer.end("closed", settled=True) == [Settled(b"k", blocks)]
+        before = consumer.region.spans.clone()
+        # It wakes up owing bytes to an agent that is gone. Over tcp, UCX aborts its process then,
+        # which is why "nixl" without shared memory or RDMA is never chosen by itself.
+        producer.signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            producer.process.wait(2)
+        assert consumer.region.spans.equal(before)
+    finally:
+        producer.signal(signal.SIGCONT)
+        producer.close()
+        consumer.transport.close()
+
+
 # --- tcp alone ---
 
 
