@@ -17,7 +17,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class RouterError(Exception):
@@ -37,7 +40,8 @@ class RequestError(RouterError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        # Parts may come from the client; a lone surrogate in them could not be sent back.
+        self.message = message.encode("utf-8", "replace").decode()
         self.param = param
         self.code = code
 
@@ -112,3 +116,11 @@ class DeadlineExceeded(RequestError):
 
 class InternalError(RequestError):
     """Our mistake, or a worker's."""
+
+
+def as_request_error(error: BaseException) -> RequestError:
+    """What the client is told about any error; those that nobody expected are logged."""
+    if isinstance(error, RequestError):
+        return error
+    log.error("a request failed in the router", exc_info=error)
+    return InternalError("the server made a mistake; its log says more")

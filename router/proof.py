@@ -105,7 +105,7 @@ class Prover:
         block_size = self._table.workers[pair.decode].card.block_size
         ids = tuple(random.randrange(1, HIGHEST_ID) for _ in range(block_size + 2))
         sampling = wire.Sampling(max_tokens=2, min_tokens=2, temperature=0.0)
-        request = GenRequest(ids, sampling, 2, salt=os.urandom(16), label="proof")
+        request = GenRequest(ids, sampling, 2, salt=b"proof" + os.urandom(16), label="proof")
         deadline = asyncio.get_running_loop().time() + PROOF_TIMEOUT_S
         job = Job(request, 2, deadline, only=pair)
         try:

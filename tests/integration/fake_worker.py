@@ -154,7 +154,7 @@ class FakeWorker:
 
     def _on_message(self, link: Link, message: wire.Message) -> None:
         salt = getattr(message, "salt", b"")
-        if len(salt) == 16:
+        if salt.startswith(b"proof"):
             self._proofs.add(message.request)  # type: ignore[union-attr]
         proof = (
             getattr(message, "request", b"") in self._proofs

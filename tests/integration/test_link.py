@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router import link as link_module, wire
+from router import connection, wire
 from router.errors import LinkError
 from router.link import Link, WorkerServer, connect_worker, serve_worker
 
@@ -221,7 +221,7 @@ def test_garbage_closes_its_own_socket_only(
 def test_a_silent_socket_is_closed_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link_module, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def scenario(server: WorkerServer, worker: Side) -> None:
         sockets = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(70)]
@@ -253,8 +253,8 @@ def test_a_new_connection_of_the_same_router_closes_the_older() -> None:
 
 
 def test_a_peer_that_says_nothing_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "PING_INTERVAL_S", 0.1)
-    monkeypatch.setattr(link_module, "DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(connection, "DEAD_AFTER_S", 0.3)
 
     async def scenario(server: WorkerServer, worker: Side) -> None:
         side = Side()
@@ -269,7 +269,7 @@ def test_a_peer_that_says_nothing_is_dead(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_peer_that_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(connection, "MAX_UNSENT_BYTES", 1 << 20)
 
     async def scenario(server: WorkerServer, worker: Side) -> None:
         side = Side()
@@ -314,7 +314,7 @@ def test_nobody_listens() -> None:
 
 
 def test_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def scenario(server: WorkerServer, worker: Side) -> None:
         with (

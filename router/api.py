@@ -1,0 +1,400 @@
+"""The HTTP front: requests in, answers out as JSON or as a stream of server-sent events.
+
+Everything about HTTP is here and nothing else: routes, API keys, body limits, errors as the OpenAI
+API writes them, and what happens when the client goes away (whatever runs for it is cancelled).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import importlib.metadata
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router import completion, openai_api
+from router.completion import Choice, Reply, run_choices
+from router.config import RouterSettings
+from router.dispatch import Dispatcher
+from router.errors import (
+    BadRequest,
+    NotFound,
+    RequestError,
+    TooLarge,
+    Unauthorized,
+    as_request_error,
+)
+from router.job import GenRequest
+from router.openai_api import ChatRequest, CompletionRequest, GenerationFields
+from router.sse import ClientGone, EventStream, unless_disconnected
+from router.tokenizer import Detokenizer, TemplateError, Tokenizer
+from router.wire import WorkerCard
+
+Discover = Callable[[], Awaitable[Iterable[WorkerCard]]]
+
+OPEN_PATHS = ("/health", "/ready")  # need no API key
+
+
+def create_api(
+    settings: RouterSettings, discover: Discover, tokenizer: Tokenizer | None = None
+) -> FastAPI:
+    """The application of one router; its lifespan starts and stops everything.
+
+    ``discover`` returns the cards of all registered workers and is asked twice a second. The
+    tokenizer is loaded from the model's folder unless one is given.
+    """
+    front = Front(settings, discover, tokenizer)
+    app = FastAPI(title="Baton", version=version(), lifespan=front.lifespan)
+    app.state.front = front
+    routes: list[tuple[str, str, Callable[..., Any]]] = [
+        ("POST", "/v1/chat/completions", front.chat_completions),
+        ("POST", "/v1/completions", front.completions),
+        ("GET", "/v1/models", front.models),
+        ("GET", "/v1/models/{model_id:path}", front.model),
+        ("POST", "/tokenize", front.tokenize),
+        ("POST", "/detokenize", front.detokenize),
+        ("GET", "/health", front.health),
+        ("GET", "/ready", front.ready),
+        ("GET", "/version", front.show_version),
+        ("GET", "/internal/state", front.state),
+    ]
+    for method, path, handler in routes:
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+    app.add_middleware(RequireKey, keys=settings.config.api_keys)
+    return app
+
+
+class Front:
+    """The handlers, and what they share."""
+
+    def __init__(
+        self, settings: RouterSettings, discover: Discover, tokenizer: Tokenizer | None
+    ) -> None:
+        self.config = settings.config
+        self.dispatcher = Dispatcher(settings, discover)
+        self._settings = settings
+        self._loaded = tokenizer
+        self._created = int(time.time())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Load the tokenizer, look for workers; at the end close all connections."""
+        if self._loaded is None:
+            folder = Path(self._settings.model_dir)
+            self._loaded = await asyncio.to_thread(Tokenizer.load, folder)
+        await self.dispatcher.start()
+        try:
+            yield
+        finally:
+            await self.dispatcher.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._loaded is not None, "the lifespan has not begun"
+        return self._loaded
+
+    # --- generation ------------------------------------------------------------------------------
+
+    async def chat_completions(self, http: Request) -> Response:
+        """POST /v1/chat/completions."""
+        fields = await self._fields(http)
+        openai_api.check_supported(fields)
+        request = openai_api.parse(ChatRequest, fields)
+        openai_api.check_generation(request, self.config)
+        ids = await self._encode_chat(request)
+        return await self._answer(http, request, [ids])
+
+    async def completions(self, http: Request) -> Response:
+        """POST /v1/completions."""
+        fields = await self._fields(http)
+        openai_api.check_supported(fields)
+        request = openai_api.parse(CompletionRequest, fields)
+        openai_api.check_generation(request, self.config)
+        if len(request.prompts) > self.config.max_prompts:
+            raise BadRequest(f"prompt: at most {self.config.max_prompts} prompts", param="prompt")
+        special = request.add_special_tokens is not False
+        prompts = await asyncio.to_thread(
+            lambda: [
+                self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+                for prompt in request.prompts
+            ]
+        )
+        for ids in prompts:
+            if not ids:
+                raise BadRequest("prompt: has no tokens", param="prompt")
+            self._check_ids(ids, "prompt")
+        return await self._answer(http, request, prompts)
+
+    async def _answer(
+        self, http: Request, request: GenerationFields, prompts: list[list[int]]
+    ) -> Response:
+        self._check_ids(request.stop_token_ids or (), "stop_token_ids")
+        request_id = self._request_id(http, request)
+        chat = isinstance(request, ChatRequest)
+        reply = Reply(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            chat=chat,
+            model=self._settings.served_model,
+            created=int(time.time()),
+            choices=self._choices(request, prompts, request_id),
+            prompts=prompts,
+            n=request.n or 1,
+            return_token_ids=bool(request.return_token_ids),
+        )
+        headers = {"x-request-id": request_id}
+        deltas = run_choices(self.dispatcher.generate, reply.choices)
+        if request.stream:
+            chunks = completion.stream(
+                reply, deltas, request.include_usage, request.usage_in_all_chunks
+            )
+            config = self.config
+            return AsgiResponse(
+                EventStream(chunks, headers, config.first_token_status_s, config.keep_alive_s)
+            )
+
+        async def collect() -> None:
+            try:
+                async for _ in deltas:
+                    pass
+            finally:
+                await deltas.aclose()
+
+        try:
+            await unless_disconnected(http.receive, collect())
+        except RequestError as error:
+            return error_response(error, headers)
+        except ClientGone:
+            return Response(status_code=499, headers=headers)
+        return JSONResponse(reply.response(), headers=headers)
+
+    def _choices(
+        self, request: GenerationFields, prompts: list[list[int]], request_id: str
+    ) -> list[Choice]:
+        n = request.n or 1
+        seed = int.from_bytes(os.urandom(8), "big") if request.seed is None else request.seed
+        salt = b""
+        if request.cache_salt is not None:
+            salt = blake2b(request.cache_salt.encode(), digest_size=16).digest()
+        choices = []
+        for index in range(len(prompts) * n):
+            sampling = openai_api.sampling(request, seed, index % n, self.tokenizer.eos_ids)
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                request.stop_strings,
+                bool(request.include_stop_str_in_output),
+                request.skip_special_tokens is not False,
+                request.min_tokens or 0,
+            )
+            choices.append(
+                Choice(
+                    index,
+                    GenRequest(
+                        tuple(prompts[index // n]), sampling, request.limit, salt, request_id
+                    ),
+                    detokenizer,
+                    bool(request.include_stop_str_in_output),
+                    eos_ids=self.tokenizer.eos_ids,
+                )
+            )
+        return choices
+
+    # --- text and ids ----------------------------------------------------------------------------
+
+    async def tokenize(self, http: Request) -> Response:
+        """POST /tokenize: a text or a conversation to ids."""
+        fields = await self._fields(http)
+        if "messages" in fields:
+            chat = openai_api.parse(openai_api.TokenizeChat, fields)
+            ids, strings = await self._encode_chat(chat), chat.return_token_strs
+        else:
+            text = openai_api.parse(openai_api.TokenizeText, fields)
+            special = text.add_special_tokens is not False
+            ids = await asyncio.to_thread(self.tokenizer.encode, text.prompt, special)
+            strings = text.return_token_strs
+        decode = self.tokenizer.decode
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": self.dispatcher.max_context(),
+                "tokens": ids,
+                "token_strs": [decode([i], False) for i in ids] if strings else None,
+            }
+        )
+
+    async def detokenize(self, http: Request) -> Response:
+        """POST /detokenize: ids to text."""
+        request = openai_api.parse(openai_api.DetokenizeRequest, await self._fields(http))
+        self._check_ids(request.tokens, "tokens")
+        text = await asyncio.to_thread(self.tokenizer.decode, request.tokens, False)
+        return JSONResponse({"prompt": text})
+
+    async def _encode_chat(self, request: openai_api.ChatFields) -> list[int]:
+        messages, kwargs = request.conversation(), request.template_kwargs()
+        try:
+            ids = await asyncio.to_thread(
+                lambda: self.tokenizer.encode_chat(
+                    messages,
+                    add_generation_prompt=request.add_generation_prompt is not False,
+                    **kwargs,
+                )
+            )
+        except TemplateError as error:
+            raise BadRequest(f"messages: {error}", param="messages") from None
+        if not ids:
+            raise BadRequest("messages: the chat template made no text of them", param="messages")
+        return ids
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        try:
+            self.tokenizer.check_ids(ids)
+        except ValueError as error:
+            raise BadRequest(f"{param}: {error}", param=param) from None
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    async def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        """GET /v1/models/{id}."""
+        self._check_model(model_id)
+        return self._model()
+
+    async def health(self) -> dict[str, str]:
+        """GET /health: this process lives."""
+        return {"status": "ok"}
+
+    async def ready(self) -> Response:
+        """GET /ready: a pair of workers has passed a real generation, and takes requests."""
+        ready = self.dispatcher.ready
+        headers = {} if ready else {"retry-after": "1"}
+        return JSONResponse({"ready": ready}, 200 if ready else 503, headers)
+
+    async def show_version(self) -> dict[str, str]:
+        """GET /version."""
+        return {"version": version()}
+
+    async def state(self) -> dict[str, Any]:
+        """GET /internal/state: workers, pairs and requests as this router sees them now."""
+        return {"router": self._settings.router_id, **self.dispatcher.state()}
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.served_model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": self._settings.served_model,
+            "parent": None,
+            "max_model_len": self.dispatcher.max_context(),
+        }
+
+    def _check_model(self, name: object) -> None:
+        if name is None or name == self._settings.served_model:
+            return
+        if not isinstance(name, str):
+            raise BadRequest("model: must be a string", param="model")
+        raise NotFound(f"the model {name!r:.200} does not exist", "model", "model_not_found")
+
+    async def _fields(self, http: Request) -> dict[str, Any]:
+        """The JSON object of a request, after the checks that all of them need."""
+        kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise BadRequest(f"the content type must be application/json, not {kind:.100}")
+        limit = self.config.max_body_bytes
+        body = bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > limit:
+                raise TooLarge(f"the body is larger than {limit} bytes")
+        fields = openai_api.parse_json(bytes(body))
+        self._check_model(fields.get("model"))
+        return fields
+
+    def _request_id(self, http: Request, request: GenerationFields) -> str:
+        asked = request.request_id or http.headers.get("x-request-id", "")
+        return asked if openai_api.REQUEST_ID.fullmatch(asked) else os.urandom(16).hex()
+
+
+# --- keys, errors, plumbing ---------------------------------------------------------------------
+
+
+class AsgiResponse(Response):
+    """A response that is an ASGI application itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        await self._app(scope, receive, send)
+
+
+class RequireKey:
+    """Lets a request pass that carries one of the keys; with no keys configured, all pass."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI middleware."""
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            digest = sha256(key.strip()).digest()
+            known = [hmac.compare_digest(digest, one) for one in self._digests]
+            if scheme.lower() != b"bearer" or not any(known):
+                error = Unauthorized("no API key, or not one of this server's")
+                headers = {"www-authenticate": "Bearer"}
+                await error_response(error, headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error as the OpenAI API writes it."""
+    return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+async def _on_request_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    asked = http.headers.get("x-request-id", "")
+    known = openai_api.REQUEST_ID.fullmatch(asked)
+    return error_response(error, {"x-request-id": asked} if known else None)
+
+
+async def _on_http_exception(http: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    answer = RequestError(f"{http.method} {http.url.path:.200}: {error.detail}")
+    answer.status = error.status_code
+    answer.kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    return error_response(answer, dict(error.headers or {}))
+
+
+async def _on_exception(http: Request, error: Exception) -> Response:
+    return error_response(as_request_error(error))
+
+
+def version() -> str:
+    """Of the installed distribution; from a checkout that is not installed, "unknown"."""
+    try:
+        return importlib.metadata.version("baton-serving")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
