@@ -27,7 +27,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
-from ray.serve.schema import ApplicationStatus, DeploymentStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from router import wire
 from router.config import RouterSettings
@@ -230,7 +230,7 @@ def failure() -> str | None:
     if app is None or app.status != ApplicationStatus.DEPLOY_FAILED:
         return None
     for name, deployment in app.deployments.items():
-        if deployment.status == DeploymentStatus.DEPLOY_FAILED:
+        if deployment.status == "DEPLOY_FAILED":
             return f"{name} does not start: {root_cause(deployment.message)}"
     return app.message
 
@@ -247,10 +247,18 @@ def reports(spec: AppSpec) -> list[tuple[wire.WorkerCard, wire.Load]]:
 
 
 def stop_ray(patience_s: float) -> None:
-    """Drain and stop the application for at most ``patience_s``, then end Ray."""
+    """Let requests end for at most ``patience_s``, then end the application and Ray."""
     if not ray.is_initialized():
         return
-    shutdown = threading.Thread(target=serve.shutdown, daemon=True)
-    shutdown.start()
-    shutdown.join(patience_s)
+    stop = threading.Thread(target=_stop_serve, daemon=True)
+    stop.start()
+    stop.join(patience_s)
     ray.shutdown()
+
+
+def _stop_serve() -> None:
+    # The application first: routers and workers drain behind a living ingress. Serve's shutdown
+    # alone would end HAProxy at once, and every stream with it.
+    shutdown: Any = serve.shutdown
+    serve.delete(APP_NAME)
+    shutdown()
