@@ -1,0 +1,282 @@
+"""A whole worker but for tensors, threads and sockets, for tests of what it says and keeps.
+
+The engine, the roles, the exporter and the tickets are real; the runner, the puller and the links
+are small doubles, and the clock is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from kvtransfer.handoff import Arrived, Event, Exporter, PullAborted, PullFailed, Settled
+from kvtransfer.hashing import pack_ids
+from kvtransfer.ticket import AgentCard, Ticket
+from router import wire
+from services.decode import DecodeService
+from services.engine.config import EngineConfig
+from services.engine.engine import Engine
+from services.outbox import Outbox, Peer
+from services.prefill import PrefillService
+from services.roles import Roles
+from tests.support.fake_runner import VOCAB, FakeRunner
+
+BLOCK = 4
+SPAN = 100
+SECRET = b"of this deployment"
+LEASE_S = 30.0
+MAX_LEN = 40
+IDS = [1, 2, 3, 4, 5, 6]
+SAMPLING = wire.Sampling(max_tokens=4)
+TERMINAL = (wire.Refused, wire.Prefilled, wire.Failed)
+
+Work = wire.Reserve | wire.Prefill | wire.Decode
+
+
+@dataclass(eq=False)
+class RecordingLink:
+    """A router at the other end."""
+
+    name: str = "router"
+    sent: list[wire.Message] = field(default_factory=list)
+
+    def send(self, *messages: wire.Message) -> None:
+        self.sent += [wire.decode(wire.encode(message)[4:]) for message in messages]
+
+    def take(self) -> list[wire.Message]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+def is_terminal(message: wire.Message) -> bool:
+    return isinstance(message, TERMINAL) or (
+        isinstance(message, wire.Tokens) and bool(message.finish)
+    )
+
+
+@dataclass
+class Pull:
+    ticket: Ticket
+    pairs: tuple[tuple[int, int], ...]
+    deadline: float
+    aborted: bool = False
+    told: bool = False
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(local for _, local in self.pairs)
+
+
+class ScriptedPuller:
+    """Keeps the puller's contract: one outcome per pull, one Settled after an unsettled one."""
+
+    def __init__(self) -> None:
+        self.pulls: dict[bytes, Pull] = {}  # outcome or Settled still to come
+
+    def pull(
+        self,
+        key: bytes,
+        ticket: Ticket,
+        peer: AgentCard,
+        pairs: Sequence[tuple[int, int]],
+        deadline: float,
+    ) -> None:
+        assert key not in self.pulls, "this key is being pulled"
+        assert (peer.worker_id, peer.epoch) == (ticket.worker_id, ticket.epoch)
+        self.pulls[key] = Pull(ticket, tuple(pairs), deadline)
+
+    def abort(self, key: bytes) -> None:
+        if key in self.pulls:
+            self.pulls[key].aborted = True
+
+    def keys(self, told: bool = False) -> list[bytes]:
+        return [key for key, pull in self.pulls.items() if pull.told == told]
+
+    def arrived(self, key: bytes) -> Arrived:
+        pull = self.pulls.pop(key)
+        return Arrived(key, pull.blocks, len(pull.pairs) * SPAN)
+
+    def failed(self, key: bytes, settled: bool) -> PullFailed:
+        return PullFailed(key, self._end(key, settled), "the seal differs", settled)
+
+    def gave_up(self, key: bytes, settled: bool) -> PullAborted:
+        return PullAborted(key, self._end(key, settled), settled)
+
+    def settled(self, key: bytes) -> Settled:
+        return Settled(key, self.pulls.pop(key).blocks)
+
+    def _end(self, key: bytes, settled: bool) -> tuple[int, ...]:
+        pull = self.pulls[key]
+        pull.told = True
+        if settled:
+            del self.pulls[key]
+        return pull.blocks
+
+
+class Box:
+    """A whole worker but for tensors, threads and sockets."""
+
+    def __init__(self, worker_id: str, epoch: int = 7, blocks: int = 33) -> None:
+        self.runner = FakeRunner(BLOCK)
+        config = EngineConfig(
+            kv_blocks=blocks,
+            block_size=BLOCK,
+            max_model_len=MAX_LEN,
+            max_num_seqs=4,
+            token_budget=8,
+        )
+        self.engine = Engine(config, self.runner)
+        self.puller = ScriptedPuller()
+        self.now = 100.0
+        self.loads: list[wire.Load] = []
+        self.link = RecordingLink()
+        ids = count()
+        self.exporter = Exporter(
+            worker_id,
+            epoch,
+            b"layout",
+            SECRET,
+            LEASE_S,
+            lambda size: next(ids).to_bytes(size, "big"),
+        )
+        outbox = Outbox(self.deliver)
+        self.decode = DecodeService(self.engine, self.puller, outbox, b"layout", SECRET)
+        self.roles = Roles(
+            self.engine,
+            PrefillService(self.engine, self.exporter, outbox),
+            self.decode,
+            outbox,
+            VOCAB,
+            "scripted",
+            self.loads.append,
+        )
+        self.card = AgentCard(worker_id, epoch, b"layout", blocks, "scripted", b"")
+        self.roles.connected(self.link, ())
+
+    def deliver(self, batch: list[tuple[Peer, list[wire.Message]]]) -> None:
+        for peer, messages in batch:
+            peer.send(*messages)
+
+    def handle(self, message: wire.Message, link: RecordingLink | None = None) -> None:
+        self.roles.handle(link or self.link, message, self.now)
+        self.roles.flush(self.now)
+
+    def say(self, *messages: wire.Message) -> list[wire.Message]:
+        """Send messages; what comes back at once."""
+        for message in messages:
+            self.handle(message)
+        return self.link.take()
+
+    def event(self, event: Event) -> list[wire.Message]:
+        self.roles.on_events([event], self.now)
+        self.roles.flush(self.now)
+        return self.link.take()
+
+    def step(self) -> None:
+        self.roles.tick(self.now)
+        if self.engine.has_work:
+            self.roles.on_outputs(self.engine.step(self.now), self.now)
+        self.roles.flush(self.now)
+        self.engine.check_integrity()
+
+    def run(self) -> list[wire.Message]:
+        """Step until there is no work; what was said."""
+        for _ in range(500):
+            if not self.engine.has_work:
+                return self.link.take()
+            self.step()
+        raise AssertionError("the worker does not come to an end")
+
+    def pass_time(self, seconds: float) -> list[wire.Message]:
+        self.now += seconds
+        self.roles.tick(self.now)
+        self.roles.flush(self.now)
+        return self.link.take()
+
+    def check_idle(self) -> None:
+        """Nothing is open and nothing is held."""
+        self.engine.check_integrity()
+        self.exporter.check_integrity()
+        counts = self.engine.pool.counts()
+        held = {name: counts[name] for name in ("active", "leased", "quarantined")}
+        assert held == {"active": 0, "leased": 0, "quarantined": 0}
+        assert self.roles.num_open == 0
+        assert not self.engine.has_work
+        assert not self.puller.pulls
+        assert not self.engine._seqs
+        assert not self.engine._reserved
+        assert not self.engine._quarantined
+
+
+def reserve(ids: Sequence[int] = IDS, request: bytes = b"a", **changes: object) -> wire.Reserve:
+    return replace(wire.Reserve(request, 0, pack_ids(ids)), **changes)  # type: ignore[arg-type]
+
+
+def prefill(ids: Sequence[int] = IDS, request: bytes = b"a", **changes: object) -> wire.Prefill:
+    message = wire.Prefill(request, 0, pack_ids(ids), len(ids), SAMPLING)
+    return replace(message, **changes)  # type: ignore[arg-type]
+
+
+def decode(ids: Sequence[int] = IDS, request: bytes = b"a", **changes: object) -> wire.Decode:
+    message = wire.Decode(request, 0, pack_ids(ids), len(ids), SAMPLING)
+    return replace(message, **changes)  # type: ignore[arg-type]
+
+
+def only(messages: list[wire.Message]) -> wire.Message:
+    assert len(messages) == 1, messages
+    return messages[0]
+
+
+def failure(messages: list[wire.Message], kind: str) -> str:
+    """The text of the one Failed that was said."""
+    message = only(messages)
+    assert isinstance(message, wire.Failed), message
+    assert message.kind == kind
+    return message.message
+
+
+def prefilled(box: Box, ids: Sequence[int] = IDS, **changes: object) -> wire.Prefilled:
+    assert box.say(prefill(ids, **changes)) == []
+    message = only(box.run())
+    assert isinstance(message, wire.Prefilled)
+    return message
+
+
+class Pair:
+    """A prefill and a decode worker, and what their router would do."""
+
+    def __init__(self) -> None:
+        self.p, self.d = Box("p"), Box("d", epoch=9)
+
+    def pulling(self, ids: Sequence[int] = IDS, **changes: object) -> tuple[wire.Prefilled, bytes]:
+        """Up to a pull in flight: what P said, and the pull's key."""
+        assert isinstance(only(self.d.say(reserve(ids, **changes))), wire.Reserved)
+        answer = prefilled(self.p, ids)
+        message = self.decode(ids, answer)
+        assert self.d.say(wire.Peer(self.p.card), message) == []
+        return answer, only_key(self.d)
+
+    def decode(self, ids: Sequence[int], answer: wire.Prefilled) -> wire.Decode:
+        return decode([*ids, answer.token], num_prompt=len(ids), ticket=answer.ticket)
+
+    def copy(self, key: bytes) -> None:
+        """The bytes of a pull: what P's blocks hold now."""
+        pull = self.d.puller.pulls[key]
+        for index, local in pull.pairs:
+            remote = pull.ticket.block_ids[index]
+            assert self.p.runner.generations[remote] == pull.ticket.generations[index]
+            self.d.runner.kv[local] = dict(self.p.runner.kv[remote])
+
+    def arrive(self, key: bytes) -> list[wire.Message]:
+        self.copy(key)
+        return self.d.event(self.d.puller.arrived(key))
+
+    def check_idle(self) -> None:
+        self.p.check_idle()
+        self.d.check_idle()
+
+
+def only_key(box: Box) -> bytes:
+    (key,) = box.puller.pulls
+    return key
