@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import completion, openai_api
@@ -28,21 +28,23 @@ from router.config import RouterSettings
 from router.dispatch import Dispatcher
 from router.errors import (
     BadRequest,
+    ClientGone,
     NotFound,
     RequestError,
     TooLarge,
-    Unauthorized,
     as_request_error,
 )
 from router.job import GenRequest
+from router.keys import RequireKey
 from router.openai_api import ChatRequest, CompletionRequest, GenerationFields
-from router.sse import ClientGone, EventStream, unless_disconnected
+from router.sse import EventStream, unless_disconnected
 from router.tokenizer import Detokenizer, TemplateError, Tokenizer
 from router.wire import WorkerCard
 
 Discover = Callable[[], Awaitable[Iterable[WorkerCard]]]
 
-OPEN_PATHS = ("/health", "/ready")  # need no API key
+MAX_CHARS_PER_TOKEN = 64  # more than any text has on average
+MAX_CONTEXT_UNKNOWN = 8192  # tokens, as long as no worker is there to say its own
 
 
 def create_api(
@@ -125,6 +127,8 @@ class Front:
         openai_api.check_generation(request, self.config)
         if len(request.prompts) > self.config.max_prompts:
             raise BadRequest(f"prompt: at most {self.config.max_prompts} prompts", param="prompt")
+        for prompt in request.prompts:
+            self._check_chars(len(prompt), "prompt")
         special = request.add_special_tokens is not False
         prompts = await asyncio.to_thread(
             lambda: [
@@ -176,8 +180,6 @@ class Front:
             await unless_disconnected(http.receive, collect())
         except RequestError as error:
             return error_response(error, headers)
-        except ClientGone:
-            return Response(status_code=499, headers=headers)
         return JSONResponse(reply.response(), headers=headers)
 
     def _choices(
@@ -221,6 +223,7 @@ class Front:
             ids, strings = await self._encode_chat(chat), chat.return_token_strs
         else:
             text = openai_api.parse(openai_api.TokenizeText, fields)
+            self._check_chars(len(text.prompt), "prompt")
             special = text.add_special_tokens is not False
             ids = await asyncio.to_thread(self.tokenizer.encode, text.prompt, special)
             strings = text.return_token_strs
@@ -243,6 +246,7 @@ class Front:
 
     async def _encode_chat(self, request: openai_api.ChatFields) -> list[int]:
         messages, kwargs = request.conversation(), request.template_kwargs()
+        self._check_chars(len(str(messages)), "messages")
         try:
             ids = await asyncio.to_thread(
                 lambda: self.tokenizer.encode_chat(
@@ -256,6 +260,16 @@ class Front:
         if not ids:
             raise BadRequest("messages: the chat template made no text of them", param="messages")
         return ids
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        """Refuse what cannot fit before it costs the tokenizer seconds and hundreds of MB."""
+        limit = self.dispatcher.max_context() or MAX_CONTEXT_UNKNOWN
+        if chars > limit * MAX_CHARS_PER_TOKEN:
+            raise BadRequest(
+                f"{param}: {chars} characters exceed the model's maximum context length of "
+                f"{limit} tokens",
+                param=param,
+            )
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         try:
@@ -317,10 +331,13 @@ class Front:
             raise BadRequest(f"the content type must be application/json, not {kind:.100}")
         limit = self.config.max_body_bytes
         body = bytearray()
-        async for part in http.stream():
-            body += part
-            if len(body) > limit:
-                raise TooLarge(f"the body is larger than {limit} bytes")
+        try:
+            async for part in http.stream():
+                body += part
+                if len(body) > limit:
+                    raise TooLarge(f"the body is larger than {limit} bytes")
+        except ClientDisconnect:
+            raise ClientGone("the client has gone before its request was complete") from None
         fields = openai_api.parse_json(bytes(body))
         self._check_model(fields.get("model"))
         return fields
@@ -330,7 +347,7 @@ class Front:
         return asked if openai_api.REQUEST_ID.fullmatch(asked) else os.urandom(16).hex()
 
 
-# --- keys, errors, plumbing ---------------------------------------------------------------------
+# --- errors and plumbing ------------------------------------------------------------------------
 
 
 class AsgiResponse(Response):
@@ -342,28 +359,6 @@ class AsgiResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
-        await self._app(scope, receive, send)
-
-
-class RequireKey:
-    """Lets a request pass that carries one of the keys; with no keys configured, all pass."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._digests = [sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI middleware."""
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            digest = sha256(key.strip()).digest()
-            known = [hmac.compare_digest(digest, one) for one in self._digests]
-            if scheme.lower() != b"bearer" or not any(known):
-                error = Unauthorized("no API key, or not one of this server's")
-                headers = {"www-authenticate": "Bearer"}
-                await error_response(error, headers)(scope, receive, send)
-                return
         await self._app(scope, receive, send)
 
 

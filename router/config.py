@@ -31,13 +31,13 @@ class RouterConfig:
             raise ValueError(
                 f"router.policy is {self.policy!r}; it can be least-loaded or round-robin"
             )
-        for name in ("max_queue", "max_bypass", "keep_alive_s"):
+        for name in ("max_bypass", "keep_alive_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"router.{name} cannot be negative")
         for name in (
-            "queue_timeout_s", "request_timeout_s", "first_token_status_s", "max_body_bytes",
-            "prefill_ahead", "prefill_attempts", "decode_attempts", "max_choices", "max_prompts",
-            "max_stop_strings", "max_stop_chars",
+            "max_queue", "queue_timeout_s", "request_timeout_s", "first_token_status_s",
+            "max_body_bytes", "prefill_ahead", "prefill_attempts", "decode_attempts",
+            "max_choices", "max_prompts", "max_stop_strings", "max_stop_chars",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"router.{name} must be above zero")

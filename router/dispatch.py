@@ -146,6 +146,11 @@ class Dispatcher:
             await running.aclose()
             outcome = "failed" if failed else "finished" if job.finish else "cancelled"
             self.counters[outcome] += 1
+            log.debug(
+                "request %s (%s): %s, %d and %d tokens, %d attempts",
+                job.id.hex(), request.label, outcome, len(request.ids), len(job.delivered),
+                job.attempt,
+            )  # fmt: skip
 
     # --- one request -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
         ├── QueueFull         429: come back later
         ├── Unavailable       503: nothing can serve this now, come back later
         ├── DeadlineExceeded  504
+        ├── ClientGone        499, for logs
         └── InternalError     500: our mistake, or a worker's
 """
 
@@ -112,6 +113,13 @@ class DeadlineExceeded(RequestError):
 
     status = 504
     kind = "GatewayTimeoutError"
+
+
+class ClientGone(RequestError):
+    """The client has closed its connection; nobody reads this. The status is for logs."""
+
+    status = 499
+    kind = "ClientGone"
 
 
 class InternalError(RequestError):

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
-from router.errors import RequestError, as_request_error
+from router.errors import ClientGone, RequestError, as_request_error
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -24,10 +24,7 @@ _HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold the tokens back
 }
 _COMMENT = b": keep-alive\n\n"
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
+_GONE = "the client has gone"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -42,7 +39,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone
+        raise ClientGone(_GONE)
     finally:
         working.cancel()
         watching.cancel()
@@ -82,7 +79,7 @@ class EventStream:
         try:
             await asyncio.wait((first,), timeout=self._status_after_s)
             if first.done() and (error := first.exception()) is not None:
-                await self._error(as_request_error(error), send)
+                await send_error(send, as_request_error(error), self._headers)
             else:
                 await self._stream(first, send)
         finally:
@@ -90,7 +87,8 @@ class EventStream:
             await asyncio.gather(first, return_exceptions=True)
 
     async def _stream(self, first: asyncio.Future[dict[str, Any]], send: Send) -> None:
-        await self._start(send, 200, _HEADERS)
+        headers = _encoded({**_HEADERS, **self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         keeping = asyncio.ensure_future(self._keep_alive(send))
         try:
             if not first.done():
@@ -107,16 +105,6 @@ class EventStream:
             await asyncio.gather(keeping, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    async def _error(self, error: RequestError, send: Send) -> None:
-        """The whole response, when nothing was sent yet."""
-        headers = {"content-type": "application/json", **error.headers()}
-        await self._start(send, error.status, headers)
-        await send({"type": "http.response.body", "body": _json(error.body())})
-
-    async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:
-        lines = [(k.encode(), v.encode()) for k, v in {**headers, **self._headers}.items()]
-        await send({"type": "http.response.start", "status": status, "headers": lines})
-
     async def _event(self, send: Send, data: dict[str, Any]) -> None:
         await self._send(send, b"data: " + _json(data) + b"\n\n")
 
@@ -125,7 +113,7 @@ class EventStream:
         try:
             await send({"type": "http.response.body", "body": body, "more_body": True})
         except OSError as error:
-            raise ClientGone from error
+            raise ClientGone(_GONE) from error
 
     async def _keep_alive(self, send: Send) -> None:
         """A comment whenever nothing was sent for a while, so that no proxy gives up."""
@@ -137,6 +125,17 @@ class EventStream:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - loop.time())
             if loop.time() - self._last_sent >= self._keep_alive_s:
                 await self._send(send, _COMMENT)
+
+
+async def send_error(send: Send, error: RequestError, headers: dict[str, str]) -> None:
+    """An error as the whole response."""
+    own = {"content-type": "application/json", **error.headers(), **headers}
+    await send({"type": "http.response.start", "status": error.status, "headers": _encoded(own)})
+    await send({"type": "http.response.body", "body": _json(error.body())})
+
+
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 def _json(data: dict[str, Any]) -> bytes:

@@ -49,6 +49,7 @@ class WorkerTable:
         for key, card in found.items():
             if key not in self.workers and key not in self._rejected:
                 self._add(card)
+        self._rejected &= found.keys()
         now = asyncio.get_running_loop().time()
         for key, worker in list(self.workers.items()):
             connected = worker.link is not None and worker.link.open

@@ -141,6 +141,7 @@ class FakeWorker:
 
     def _on_connect(self, link: Link, hello: wire.Hello, tickets: tuple[bytes, ...]) -> None:
         self.links.append(link)
+        self.tickets &= set(tickets)
         link.send(self.load)
         self._changed.set()
 

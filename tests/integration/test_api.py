@@ -473,6 +473,8 @@ def test_bodies_that_are_not_requests() -> None:
                 content = b'{"prompt": "x", "max_tokens": 1, "%s": "\\ud800"}' % name.encode()
                 response = await at.http.post(path, content=content, headers=json_type)
                 assert response.status_code in (200, 400, 404), response.text
+            response = await at.post("/tokenize", {"prompt": "x" * 9_000})
+            assert response.json()["count"] == 9_000  # that is not about what fits a worker
             response = await at.post(path, {"prompt": "x" * 600})
             assert response.status_code == 400
             assert "512" in response.json()["error"]["message"]

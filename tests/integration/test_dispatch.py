@@ -556,6 +556,59 @@ def test_leases_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario)
 
 
+def test_p_keeps_the_tickets_that_are_wanted_over_a_lost_link() -> None:
+    async def scenario() -> None:
+        p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D")
+        async with serving(p, d) as dispatcher:
+            held: list[tuple[Link, wire.Message]] = []
+
+            def hold(link: Link, message: wire.Message) -> bool:
+                if isinstance(message, wire.Decode) and not held:
+                    held.append((link, message))
+                    return True
+                return False
+
+            d.hook = hold
+            answer = dispatcher.generate(request(5))
+            chunks = [await anext(answer)]
+            await d.until(lambda: held)
+            p.tickets.add(b"of nobody")
+            p.links[0].close()
+            await p.until(lambda: not p.links)
+            await p.until(lambda: p.links)
+            assert len(p.tickets) == 1
+            assert b"of nobody" not in p.tickets
+            d._act(*held[0])
+            chunks += [chunk async for chunk in answer]
+            assert text(chunks) == "01234"
+            await p.until(lambda: p.idle)  # released over the new link
+
+    run(scenario)
+
+
+def test_cancel_in_the_queue() -> None:
+    async def scenario() -> None:
+        p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D", max_num_seqs=1)
+        async with serving(p, d) as dispatcher:
+            d.gate = asyncio.Event()
+            first = dispatcher.generate(request(5))
+            await anext(first)
+            waiting = asyncio.ensure_future(collect(dispatcher, request(5)))
+            while len(dispatcher.queue) == 0:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert len(dispatcher.queue) == 0
+            await first.aclose()
+            await d.until(lambda: d.idle)
+            d.gate = None
+            assert text(await collect(dispatcher, request(5))) == "01234"
+            assert p.kinds().count("Prefill") == 2
+
+    run(scenario)
+
+
 def test_many_at_once_on_few_places() -> None:
     async def scenario() -> None:
         ps = [FakeWorker("prefill", f"P{i}") for i in range(2)]

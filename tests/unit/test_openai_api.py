@@ -121,7 +121,7 @@ def test_limits_of_the_operator() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"policy": "random"}, {"max_queue": -1}, {"queue_timeout_s": 0}, {"prefill_attempts": 0}],
+    [{"policy": "random"}, {"max_queue": 0}, {"queue_timeout_s": 0}, {"prefill_attempts": 0}],
 )
 def test_router_config_is_checked(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"router\.\w+"):

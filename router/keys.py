@@ -1,0 +1,35 @@
+"""API keys: who may use this server (plain ASGI middleware)."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+
+from router.errors import Unauthorized
+from router.sse import Message, Receive, Send, send_error
+
+OPEN_PATHS = ("/health", "/ready")  # need no API key
+
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class RequireKey:
+    """Lets a request pass that carries one of the keys; with no keys configured, all pass."""
+
+    def __init__(self, app: App, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """As ASGI middleware."""
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            digest = sha256(key.strip()).digest()
+            known = [hmac.compare_digest(digest, one) for one in self._digests]
+            if scheme.lower() != b"bearer" or not any(known):
+                error = Unauthorized("no API key, or not one of this server's")
+                await send_error(send, error, {"www-authenticate": "Bearer"})
+                return
+        await self._app(scope, receive, send)
