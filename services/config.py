@@ -192,9 +192,8 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 def from_mapping(raw: Any, base: Any, path: str = "") -> Any:
     """``base`` with the values of a YAML mapping; unknown keys and wrong types are refused."""
-    where = path or "the top level"
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{where}: {raw!r} is not a mapping of keys")
+        raise ConfigError(f"{path or 'the top level'}: {raw!r} is not a mapping of keys")
     known, values = keys(type(base)), {}
     for name, value in raw.items():
         at = f"{path}.{name}" if path else str(name)
@@ -213,10 +212,8 @@ def load(file: str | Path | None = None, flags: Mapping[str, Any] | None = None)
     ``flags`` are by field name. A field of :class:`WorkerConfig` is set for all roles; ``prefill``,
     ``decode`` and ``mixed`` are numbers of workers.
     """
-    config = AppConfig()
-    if file is not None:
-        config = from_mapping(_read_yaml(Path(file)), config)
-    return apply_flags(config, flags or {})
+    raw = {} if file is None else _read_yaml(Path(file))
+    return apply_flags(from_mapping(raw, AppConfig()), flags or {})
 
 
 def _read_yaml(file: Path) -> Any:
@@ -332,9 +329,8 @@ def _resolve_pool(
     )
     engine = replace(engine, kv_blocks=_pool_blocks(role, engine, num_workers, machine, model))
     transport = _resolve_transport(role, pool.transport, machine)
-    devices = pool.net_devices
-    if devices == "auto":
-        devices = "lo" if machine.one_host else "all"
+    auto_devices = "lo" if machine.one_host else "all"
+    devices = auto_devices if pool.net_devices == "auto" else pool.net_devices
     return replace(pool, transport=transport, net_devices=devices, engine=engine)
 
 
@@ -346,9 +342,8 @@ def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
         )
     if transport != "auto":
         return transport
-    if machine.one_process:
-        return "memory"
-    return "nixl" if machine.linux and machine.one_host else "tcp"
+    one_sided = "nixl" if machine.linux and machine.one_host else "tcp"
+    return "memory" if machine.one_process else one_sided
 
 
 def _pool_blocks(
@@ -357,8 +352,7 @@ def _pool_blocks(
     """Blocks of the pool: what was asked for, or four longest requests if memory allows."""
     longest = -(-engine.max_model_len // engine.block_size)
     needed = longest + 1  # block 0 is reserved for padding
-    blocks = engine.kv_blocks
-    limit = "was asked for"
+    blocks, limit = engine.kv_blocks, "was asked for"
     if not blocks:
         share = machine.memory_bytes // max(10, 2 * num_workers)
         if engine.device == "cuda":

@@ -96,7 +96,9 @@ def serve_in(work: Path, config: AppConfig, phases: Phases) -> int:
             phases.say(f"baton: error: {error}")
             return SERVE_FAILED
         phases.done("ready")
-        phases.say(summary(spec, phases))
+        phases.say(f"ready in {time.monotonic() - phases.started:.1f} s\n")
+        phases.say(summary(spec))
+        phases.say(f"  logs: {work}/session_latest/logs, removed at the end; Ctrl-C stops\n")
         signal.pause()  # KeyboardInterrupt is the only way on
         return 0
     except KeyboardInterrupt:
@@ -227,15 +229,13 @@ def url(config: AppConfig) -> str:
     return f"http://{host}:{config.port}"
 
 
-def summary(spec: "AppSpec", phases: Phases) -> str:
+def summary(spec: "AppSpec") -> str:
     """What runs where, and a request to try."""
     from kvtransfer.layout import KVLayout
     from services import app
 
     config = spec.config
     lines = [
-        f"ready in {time.monotonic() - phases.started:.1f} s",
-        "",
         f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'KV pool':<24}threads",
     ]
     for card, load in sorted(app.reports(spec), key=lambda report: report[0].worker_id):
@@ -256,7 +256,7 @@ def summary(spec: "AppSpec", phases: Phases) -> str:
         headers.append("Authorization: Bearer API_KEY")
     lines += [
         "",
-        f"  {url(config)}/v1  (Ctrl-C stops)",
+        f"  {url(config)}/v1",
         "",
         f"  curl -N {url(config)}/v1/chat/completions \\",
         *(f"    -H '{header}' \\" for header in headers),
