@@ -6,6 +6,7 @@ of the pool. A :class:`AttentionPlan` is built once per step and used by every l
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from services.engine.scheduler import Row
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are computed together: all that decode (one query each), or one prefill chunk."""
+    """Rows that are computed together: some that decode (one query each), or one prefill chunk."""
 
     tokens: slice  # of the step's flat tokens
     num_rows: int
@@ -32,25 +33,33 @@ class AttentionPlan:
     groups: tuple[Group, ...]
 
 
+def batch_order(rows: Sequence[Row]) -> list[int]:
+    """The order in which :func:`plan_attention` wants rows: one-token ones first, by length."""
+    return sorted(range(len(rows)), key=lambda i: (len(rows[i].ids) > 1, len(rows[i].blocks)))
+
+
 def plan_attention(rows: Sequence[Row], block_size: int, device: torch.device) -> AttentionPlan:
-    """Build the plan; rows with one token must stand together at the front of ``rows``."""
+    """Build the plan for rows that are in :func:`batch_order`."""
     positions = [range(row.start, row.end) for row in rows]
     blocks = [
         row.blocks[p // block_size] for row, ps in zip(rows, positions, strict=True) for p in ps
     ]
     offsets = [p % block_size for ps in positions for p in ps]
-    num_single = 0
-    while num_single < len(rows) and len(rows[num_single].ids) == 1:
-        num_single += 1
     groups = []
-    if num_single:
-        groups.append(_group(rows[:num_single], 0, block_size, device))
-    first = num_single
-    for row in rows[num_single:]:
-        groups.append(_group([row], first, block_size, device))
-        first += len(row.ids)
+    first = 0
+    for _, together in groupby(enumerate(rows), key=lambda item: _batch_key(*item)):
+        members = [row for _, row in together]
+        groups.append(_group(members, first, block_size, device))
+        first += sum(len(row.ids) for row in members)
     slots = (torch.tensor(blocks, device=device), torch.tensor(offsets, device=device))
     return AttentionPlan(slots, tuple(groups))
+
+
+def _batch_key(index: int, row: Row) -> tuple[int, int]:
+    """Rows with equal keys are computed together. A chunk stands alone; rows that decode share a
+    batch when their lengths are within a factor of two, so that padding at most doubles the work.
+    """
+    return (-1, index) if len(row.ids) > 1 else (len(row.blocks).bit_length(), 0)
 
 
 def _group(rows: Sequence[Row], first: int, block_size: int, device: torch.device) -> Group:

@@ -3,7 +3,7 @@
 import torch
 
 from kvtransfer.region import Region
-from services.engine.attention import plan_attention
+from services.engine.attention import batch_order, plan_attention
 from services.engine.model import Model
 from services.engine.sampler import sample
 from services.engine.scheduler import Plan
@@ -23,8 +23,7 @@ class ModelRunner:
         """One token per row, -1 where the row does not sample."""
         self.publish(plan.opened, [])
         device = self.region.spans.device
-        # Rows of one token go first: attention computes them as one batch.
-        order = sorted(range(len(plan.rows)), key=lambda i: len(plan.rows[i].ids) > 1)
+        order = batch_order(plan.rows)
         rows = [plan.rows[i] for i in order]
         ids = torch.tensor([token for row in rows for token in row.ids], device=device)
         positions = torch.tensor(
