@@ -33,14 +33,13 @@ from router import wire
 from router.config import RouterSettings
 from services.config import (
     AppConfig,
-    ConfigError,
     WorkerConfig,
     WorkerSettings,
     from_mapping,
     resolve,
 )
 from services.fetch import fetch, weights_id
-from services.machine import model_facts, this_machine
+from services.machine import model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
 
 APP_NAME = "baton"
@@ -156,19 +155,6 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     facts = model_facts(fetch(config.model, report=log.info), config.model)
     machine = replace(this_machine(), one_host=False)
     return build(AppSpec(resolve(config, machine, facts), read_secret(config), one_host=False))
-
-
-def read_secret(config: AppConfig) -> bytes:
-    """What routers and workers prove to each other that they know."""
-    if not config.secret_file:
-        return secrets.token_bytes(32)
-    try:
-        secret = Path(config.secret_file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"secret_file {config.secret_file}: {error.strerror}") from error
-    if len(secret) < 16:
-        raise ConfigError(f"secret_file {config.secret_file}: {len(secret)} bytes, needs 16")
-    return secret
 
 
 def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:

@@ -1,4 +1,4 @@
-"""Looks at this machine and at a model's folder, for :func:`services.config.resolve`.
+"""Looks at this machine and its files, for :func:`services.config.resolve` and for who starts it.
 
 Needs no torch: the command line calls it before any heavy process starts.
 """
@@ -7,11 +7,12 @@ import importlib.util
 import json
 import os
 import runpy
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
-from services.config import ConfigError, Machine, ModelFacts
+from services.config import AppConfig, ConfigError, Machine, ModelFacts
 
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -48,6 +49,19 @@ def model_facts(folder: Path, name: str) -> ModelFacts:
         raise ConfigError(
             f"model {name}: its config.json has no {error}; only models of the Llama family work"
         ) from error
+
+
+def read_secret(config: AppConfig) -> bytes:
+    """What routers and workers prove to each other that they know."""
+    if not config.secret_file:
+        return secrets.token_bytes(32)
+    try:
+        secret = Path(config.secret_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"secret_file {config.secret_file}: {error.strerror}") from error
+    if len(secret) < 16:
+        raise ConfigError(f"secret_file {config.secret_file}: {len(secret)} bytes, needs 16")
+    return secret
 
 
 def _memory_bytes() -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from services.config import AppConfig, ConfigError, resolve
 from services.fetch import fetch
-from services.machine import model_facts, this_machine
+from services.machine import model_facts, read_secret, this_machine
 from services.supervisor import supervise
 
 if typing.TYPE_CHECKING:
@@ -46,12 +46,18 @@ class Phases:
     """Tells the user how long each step took."""
 
     def __init__(self) -> None:
-        self.out = os.fdopen(os.dup(1), "w", buffering=1)  # the terminal, also when 1 is redirected
+        # the terminal, also when 1 and 2 are redirected
+        self._out, self._err = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in (1, 2))
         self.started = self._last = time.monotonic()
 
     def say(self, text: str = "") -> None:
         """A line."""
-        print(text, file=self.out)
+        print(text, file=self._out)
+
+    def fail(self, error: str) -> int:
+        """What went wrong, and the exit status for it."""
+        print(f"baton: error: {error}", file=self._err)
+        return SERVE_FAILED
 
     def done(self, name: str, detail: str = "") -> None:
         """The step since the last call is over."""
@@ -70,15 +76,15 @@ def run_serve(config: AppConfig) -> int:
     folder = fetch(config.model, report=lambda text: phases.say(f"  {text}"))
     phases.done("fetch", str(folder))
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
+    secret = read_secret(config)
     work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))
-    status = supervise(lambda: serve_in(work, resolved, phases), work, STOP_S)
+    status = supervise(lambda: serve_in(work, resolved, secret, phases), work, STOP_S)
     if status > KILLED:
-        phases.say(f"baton: error: the serving process was killed by signal {status - KILLED}")
-        return SERVE_FAILED
+        return phases.fail(f"the serving process was killed by signal {status - KILLED}")
     return status
 
 
-def serve_in(work: Path, config: AppConfig, phases: Phases) -> int:
+def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> int:
     """The child: everything that has Ray in it."""
     log = work / "driver.log"
     redirect_output(log)
@@ -88,13 +94,11 @@ def serve_in(work: Path, config: AppConfig, phases: Phases) -> int:
     try:
         app.start_ray(work)
         phases.done("ray")
-        spec = app.AppSpec(config, app.read_secret(config), one_host=True)
+        spec = app.AppSpec(config, secret, one_host=True)
         app.deploy(spec)
         phases.done("deploy")
-        error = wait_ready(config)
-        if error:
-            phases.say(f"baton: error: {error}")
-            return SERVE_FAILED
+        if error := wait_ready(config):
+            return phases.fail(error)
         phases.done("ready")
         phases.say(f"ready in {time.monotonic() - phases.started:.1f} s\n")
         phases.say(summary(spec))
@@ -105,8 +109,7 @@ def serve_in(work: Path, config: AppConfig, phases: Phases) -> int:
         phases.say("baton: stopping; once more to force it")
         return 0
     except Exception as error:  # the process's edge: Ray may fail in ways that only its log tells
-        phases.say(f"baton: error: {error}\n{tail(log)}")
-        return SERVE_FAILED
+        return phases.fail(f"{error}\n{tail(log)}")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         app.stop_ray(DRAIN_S)
