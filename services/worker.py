@@ -225,6 +225,8 @@ class Worker:
         self.on_load(load)
         for link in self._routers:
             link.send(load)
+            if load.state == "dead":  # what came in too late to be answered must not wait for ever
+                link.close("the engine failed")
 
     async def _beat(self) -> None:
         while True:

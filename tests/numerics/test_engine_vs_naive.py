@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,27 +22,15 @@ from kvtransfer.region import Region
 from services.engine.attention import plan_attention
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
-from services.engine.model import Model, ModelConfig, ModelError, read_config
+from services.engine.model import Model, ModelError, read_config
 from services.engine.runner import ModelRunner
 from services.engine.sampler import scores
 from services.engine.scheduler import Output, Row
 from services.engine.sequence import Key, SamplingParams
 from services.engine.weights import random_weights, read_weights
+from tests.support.tiny_model import INTERMEDIATE, SHAPE, save_model
 
 CPU = torch.device("cpu")
-SHAPE = ModelConfig(
-    num_layers=3,
-    hidden_size=36,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=101,
-    max_model_len=128,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tied_head=False,
-)
-INTERMEDIATE = 48
 BLOCK = 16
 WEIGHTS = random_weights(SHAPE, INTERMEDIATE, seed=1)
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33]
@@ -275,30 +262,6 @@ def test_the_runner_publishes_odd_before_and_even_after() -> None:
 # --- transformers ---
 
 
-def save_model(folder: Path, shape: ModelConfig) -> dict[str, Tensor]:
-    weights = random_weights(shape, INTERMEDIATE, seed=3)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_model_len,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "tie_word_embeddings": shape.tied_head,
-    }
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return weights
-
-
 def our_logits(model: Model, ids: list[int]) -> Tensor:
     layout = KVLayout(
         "w", model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, "", 16,
@@ -352,7 +315,7 @@ def test_a_folder_that_transformers_wrote_is_read(tmp_path: Path) -> None:
 
 
 def test_our_naive_loop_is_right_too(tmp_path: Path) -> None:
-    weights = save_model(tmp_path, SHAPE)
+    weights = save_model(tmp_path)
     theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = prompt(33)
     with torch.inference_mode():
@@ -374,7 +337,7 @@ def test_our_naive_loop_is_right_too(tmp_path: Path) -> None:
 def test_a_model_that_is_not_supported_is_refused(
     tmp_path: Path, changes: dict[str, object], text: str
 ) -> None:
-    save_model(tmp_path, SHAPE)
+    save_model(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(ModelError, match=text):

@@ -1,0 +1,19 @@
+"""Markers from the path: ``pytest -m unit`` runs what lies in ``tests/unit``."""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for level in sorted(path.name for path in TESTS.iterdir() if path.is_dir()):
+        if not level.startswith((".", "_")):
+            config.addinivalue_line("markers", f"{level}: tests in tests/{level}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(TESTS):
+            item.add_marker(item.path.relative_to(TESTS).parts[0])
