@@ -27,6 +27,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from router import wire
@@ -246,5 +247,6 @@ def _stop_serve() -> None:
     # The application first: routers and workers drain behind a living ingress. Serve's shutdown
     # alone would end HAProxy at once, and every stream with it.
     shutdown: Any = serve.shutdown
-    serve.delete(APP_NAME)
+    with contextlib.suppress(RayServeException):  # Serve had not started yet
+        serve.delete(APP_NAME)
     shutdown()

@@ -26,7 +26,7 @@ def local_ray() -> Iterator[None]:
     try:
         yield
     finally:
-        app.stop_ray(0)
+        app.stop_ray(10)
         os.environ.clear()
         os.environ.update(before)
         _remove(folder)
