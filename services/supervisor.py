@@ -23,6 +23,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 FAILED = 1
+REAP_S = 2.0  # for what was killed to be gone
 
 
 def supervise(body: Callable[[], int], folder: Path, patience_s: float) -> int:
@@ -100,6 +101,20 @@ def _reap(child: int) -> int | None:
             found = code if code >= 0 else 128 - code
 
 
+def _reap_all(patience_s: float) -> None:
+    """Wait until no child is left. A process with many threads and much memory is a zombie, which
+    nobody can reap yet, for some time before it has ended.
+    """
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            time.sleep(0.01)
+
+
 def kill_session(leader: int, but: int = 0) -> None:
     """Kill all processes of a session, until there are none."""
     while members := session_members(leader) - {but}:
@@ -109,7 +124,7 @@ def kill_session(leader: int, but: int = 0) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(0.01)  # the kernel tells nobody when a process that is not a child has gone
-    _reap(0)
+    _reap_all(REAP_S)
 
 
 def session_members(leader: int) -> set[int]:
