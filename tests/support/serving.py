@@ -139,11 +139,15 @@ class Served(Client):
 
 
 @contextlib.contextmanager
-def served(*args: str, port: int = 0) -> Iterator[Served]:
-    """``baton serve ARGS`` until the block ends; then Ctrl-C must leave nothing within 10 s."""
+def served(*args: str, port: int = 0, command: list[str] | None = None) -> Iterator[Served]:
+    """``baton serve ARGS`` until the block ends; then Ctrl-C must leave nothing within 10 s.
+
+    ``command`` starts it in another way: ``make serve``.
+    """
     port = port or free_port()
+    flags = ["--port", str(port), *args]
     process = subprocess.Popen(
-        [BATON, "serve", "--port", str(port), *args],
+        [*command, f"ARGS={' '.join(flags)}"] if command else [BATON, "serve", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -185,7 +189,7 @@ def _wait_for_curl_line(lines: "queue.SimpleQueue[str]", server: Served) -> None
 def _stop(process: subprocess.Popen[str], family: list[psutil.Process]) -> list[psutil.Process]:
     """Ctrl-C; processes that are still there after 10 s, which are then killed."""
     if process.poll() is None:
-        os.kill(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
     _, left = psutil.wait_procs(family, 0.5)
