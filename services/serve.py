@@ -38,7 +38,7 @@ DRAIN_S = 5.0  # of which requests may take so long to end
 READY_TIMEOUT_S = 300.0  # from a deployed application to a first proven pair
 POLL_S = 0.2  # while it starts: Serve tells nobody when something has happened
 LOOK_FOR_FAILURE_EVERY = 5  # polls; asking Serve costs its controller far more than /ready does
-PATH_BYTES = 30  # longest folder for which Ray's sockets below it stay under AF_UNIX's 107 bytes
+PATH_BYTES = 21  # longest folder below which HAProxy's sockets have at most 97 bytes, Ray's 107
 SERVE_FAILED = 1
 KILLED = 128  # plus the signal, in an exit status
 
@@ -149,7 +149,7 @@ def redirect_output(log: Path) -> None:
 
 def ray_environment(work: Path) -> dict[str, str]:
     """Settings of Ray and Serve that have no other way in. All its files go below ``work``."""
-    haproxy = work / "haproxy"
+    haproxy = work / "h"  # every byte counts, see PATH_BYTES
     stats, metrics, fallback = free_ports(3)
     first = free_range(100)
     return {
@@ -158,8 +158,8 @@ def ray_environment(work: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy_without_splice(work),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "a"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "m"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
@@ -169,6 +169,8 @@ def ray_environment(work: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 100),
         # Its default of 30 s makes every stop take that long.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # Where some of its processes write, whatever temporary folder Ray was started with.
+        "RAY_TMPDIR": str(work),
         # A token of this run: nothing is written to the home folder, nobody else gets in.
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
