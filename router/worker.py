@@ -216,6 +216,7 @@ class Worker:
         if self.refused_blocks is not None:
             free = min(free, self.refused_blocks - 1)
         pending = max(0, tokens + (load.waiting_tokens if load else 0))
+        seqs = calls + (load.running + load.waiting if load else 0)
         return WorkerView(
             key=self.key,
             role=card.role,
@@ -225,7 +226,8 @@ class Worker:
             max_model_len=card.max_model_len,
             max_num_seqs=card.max_num_seqs,
             token_budget=card.token_budget,
-            num_seqs=max(0, calls + (load.running + load.waiting if load else 0)),
+            # What is reserved or pulled is in no report yet, but it is one of our calls.
+            num_seqs=max(seqs, len(self.calls)),
             pending_tokens=sys.maxsize if self.refused_tokens else pending,
             free_blocks=min(free, card.kv_blocks - 1),
             last_turn=self.last_turn,
