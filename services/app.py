@@ -40,7 +40,7 @@ from services.config import (
     resolve,
 )
 from services.fetch import fetch, weights_id
-from services.machine import model_facts, read_secret, this_machine
+from services.machine import calm_openmp, model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
 
 APP_NAME = "baton"
@@ -92,6 +92,7 @@ class WorkerReplica:
     """A worker of any role in a Serve replica: starts it, reports it, drains it."""
 
     async def __init__(self, role: str, spec: AppSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        calm_openmp()
         from services.worker import Worker
 
         self._registry = RegistryClient(spec.registry)

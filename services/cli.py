@@ -21,6 +21,7 @@ from router.config import RouterConfig
 from services.config import LIMITS, ROLES, AppConfig, ConfigError, Limit, WorkerConfig, load
 from services.engine.config import EngineConfig
 from services.fetch import ALIASES, DEFAULT_MODEL, FetchError, fetch
+from services.machine import calm_openmp
 
 WRONG_USE = 2
 
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
     config = load(getattr(args, "config", None), flags)
     if args.command == "local":
+        calm_openmp()
         from services.local import run_local
 
         run_local(config)

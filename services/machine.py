@@ -20,6 +20,16 @@ CGROUP_LIMITS = (
 )
 
 
+def calm_openmp() -> None:
+    """Let torch's threads sleep at a barrier instead of spinning; to be called before its import.
+
+    libgomp spins for milliseconds, which pays on a machine that does nothing else. As soon as any
+    other process wants one of the cores, the spinners hold up the thread they wait for, and steps
+    take several times as long.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # some 10 microseconds
+
+
 def this_machine(one_process: bool = False) -> Machine:
     """Cores and memory that this process may use, and whether torch could use a CUDA device."""
     cuda_bytes = _cuda_bytes() if _torch_has_cuda() else 0

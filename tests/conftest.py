@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from services.machine import calm_openmp
+
 TESTS = Path(__file__).parent
+
+calm_openmp()  # before any test imports torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
