@@ -7,10 +7,10 @@ ARGS ?=
 SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev serve test lint format soak clean
+.PHONY: help venv dev serve test lint format soak bench-batching clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 venv: $(VENV)/.installed  ## create .venv and install what serving needs
 
@@ -32,7 +32,10 @@ format: dev  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 
 soak: dev  ## steady load for SECONDS, watching the memory of every process
-	$(BIN)/python tests/soak.py --seconds $(SECONDS) $(ARGS)
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
+
+bench-batching: dev  ## decode rate of 16 streams over HTTP against the engine's own
+	$(BIN)/python -m tests.bench_batching $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
