@@ -90,6 +90,7 @@ def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> in
     log = work / "driver.log"
     redirect_output(log)
     os.environ.update(ray_environment(work))
+    tempfile.tempdir = None  # to be read from the environment once more
     from services import app
 
     try:
@@ -169,8 +170,10 @@ def ray_environment(work: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 100),
         # Its default of 30 s makes every stop take that long.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        # Where some of its processes write, whatever temporary folder Ray was started with.
+        # Some of its processes write there, whatever temporary folder Ray was started with; and
+        # those that are killed leave what Python's multiprocessing has there.
         "RAY_TMPDIR": str(work),
+        "TMPDIR": str(work),
         # A token of this run: nothing is written to the home folder, nobody else gets in.
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
