@@ -177,6 +177,8 @@ def ray_environment(work: Path) -> dict[str, str]:
         # A token of this run: nothing is written to the home folder, nobody else gets in.
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Each heartbeat is an actor call, and Ray would keep a record of the last 100,000 calls.
+        "RAY_task_events_report_interval_ms": "0",
     }
 
 

@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from router.tokenizer import Tokenizer
-from services.fetch import DEFAULT_MODEL, fetch, fetch_gguf
+from services.fetch import DEFAULT_MODEL, fetch
 from services.gguf_convert import ConvertError, convert, hf_name
+from tests.support.reference import default_model_judge
 
 TINY: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "data" / "tiny_gguf.py"))
 IDS = torch.tensor([[1, 40, 90, 263, 17, 200, 2, 5, 260]])
@@ -137,11 +138,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, keep: int) -> None:
 
 
 def test_default_model_equals_transformers_own_reading_of_the_gguf() -> None:
-    """Weight by weight and in its logits. transformers takes long to open the GGUF."""
-    path = fetch_gguf(DEFAULT_MODEL)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
+    """Weight by weight and in its logits."""
+    theirs = default_model_judge().model  # transformers takes long to open the GGUF: only once
     folder = fetch(DEFAULT_MODEL)
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert type(ours) is type(theirs)

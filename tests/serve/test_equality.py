@@ -20,13 +20,12 @@ from tests.support.reference import Judge, default_model_judge
 from tests.support.serving import Client, served
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 100, 513, 2000)
-IN_FLIGHT = (*LENGTHS, 20, 48, 64, 65, 200)
+GREEDY: dict[str, Any] = {}
+SAMPLED = {"temperature": 0.8, "seed": 7}
 NUM_TOKENS = 48
 BLOCK = 16
 SIZES = ("--max-model-len", "2304", "--kv-blocks", "420")
 TARGETS = ("mixed", "memory", "tcp", "nixl")
-
-ties: dict[str, int] = {}
 
 
 @pytest.fixture(scope="session")
@@ -80,11 +79,11 @@ def test_answers_are_right(target: str, text_ids: list[int], judge: Judge) -> No
             return client.complete_ids(ids, NUM_TOKENS, cache_salt=salt, **options)
 
         alone = {length: ask(length, "alone") for length in LENGTHS}
-        sampled = {"temperature": 0.8, "seed": 7}
-        together = client.at_once([partial(ask, n, "together") for n in IN_FLIGHT])
-        seeded = client.at_once([partial(ask, n, "seeded", **sampled) for n in IN_FLIGHT])
-        asked = sum(LENGTHS) + 2 * sum(IN_FLIGHT)
-        blocks = sum(-(-n // BLOCK) for n in (*LENGTHS, *IN_FLIGHT, *IN_FLIGHT))
+        jobs = [(length, options) for length in LENGTHS for options in (GREEDY, SAMPLED)]
+        calls = [partial(ask, n, f"together-{len(o)}", **o) for n, o in jobs]
+        together = client.at_once(calls, in_flight=16)
+        asked = 3 * sum(LENGTHS)
+        blocks = 3 * sum(-(-n // BLOCK) for n in LENGTHS)
         if target == "mixed":
             mixed = counters(client, "mixed")
             done = mixed["computed_prompt_tokens"] - before[mixed["id"]]["computed_prompt_tokens"]
@@ -93,10 +92,8 @@ def test_answers_are_right(target: str, text_ids: list[int], judge: Judge) -> No
             check_kv_was_used(client, target, before, asked, blocks)
     for length, answer in alone.items():
         judge.check(prompt(text_ids, length), answer)
-    for length, answer in zip(IN_FLIGHT, together, strict=True):
-        judge.check(prompt(text_ids, length), answer)
-    for length, answer in zip(IN_FLIGHT, seeded, strict=True):
-        judge.check(prompt(text_ids, length), answer, temperature=0.8, seed=7)
+    for (length, options), answer in zip(jobs, together, strict=True):
+        judge.check(prompt(text_ids, length), answer, **options)
     for tie in judge.ties:
         print(f"{target}: {tie}")
     assert len(judge.ties) <= 2, judge.ties

@@ -98,9 +98,9 @@ class Client:
         assert len(ids) == num_tokens
         return ids
 
-    def at_once(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        """Run all calls at the same time; their results in order."""
-        with ThreadPoolExecutor(len(calls)) as pool:
+    def at_once(self, calls: list[Callable[[], Any]], in_flight: int = 0) -> list[Any]:
+        """Run calls at the same time, all or so many; their results in order."""
+        with ThreadPoolExecutor(in_flight or len(calls)) as pool:
             return [future.result() for future in [pool.submit(call) for call in calls]]
 
     def workers(self, role: str = "") -> list[dict[str, Any]]:
