@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,17 +30,11 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from router import wire
-from router.config import RouterSettings
-from services.config import (
-    AppConfig,
-    WorkerConfig,
-    WorkerSettings,
-    from_mapping,
-    resolve,
-)
-from services.fetch import fetch, weights_id
+from services.config import AppConfig, from_mapping, resolve
+from services.fetch import fetch
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
+from services.settings import router_settings, worker_settings
 
 APP_NAME = "baton"
 DRAIN_S = 30.0  # a worker that leaves may finish its sequences for so long, then hands them back
@@ -72,13 +65,8 @@ class Router:
 
     def __init__(self, spec: AppSpec, workers: list[Any]) -> None:
         # ``workers`` are Serve handles; they make the pools part of the application, no more.
-        self._settings = RouterSettings(
-            config=spec.config.router,
-            model_dir=str(fetch(spec.config.model, report=log.info)),
-            served_model=spec.config.served_model_name,
-            router_id=f"router-{secrets.token_hex(4)}",
-            secret=spec.secret,
-        )
+        folder = fetch(spec.config.model, report=log.info)
+        self._settings = router_settings(spec.config, folder, spec.secret)
         self._registry = RegistryClient(spec.registry)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -96,7 +84,9 @@ class WorkerReplica:
         from services.worker import Worker
 
         self._registry = RegistryClient(spec.registry)
-        self._worker = Worker(worker_settings(role, spec))
+        folder = await asyncio.to_thread(fetch, spec.config.model, report=log.info)
+        host = "127.0.0.1" if spec.one_host else _node_ip()
+        self._worker = Worker(worker_settings(role, spec.config, folder, host, spec.secret))
         self._card = await self._worker.start()
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
 
@@ -120,27 +110,6 @@ class WorkerReplica:
             await self._heart
         await self._registry.leave(self._card.worker_id)
         await self._worker.close()
-
-
-def worker_settings(role: str, spec: AppSpec) -> WorkerSettings:
-    """Settings of a new worker, on the machine where it will run."""
-    config = spec.config
-    pool: WorkerConfig = getattr(config, role)
-    folder = fetch(config.model, report=log.info)
-    return WorkerSettings(
-        worker_id=f"{role}-{secrets.token_hex(4)}",
-        role=role,
-        model_dir=str(folder),
-        served_model=config.served_model_name,
-        weights=weights_id(folder),
-        host="127.0.0.1" if spec.one_host else _node_ip(),
-        transport=pool.transport,
-        secret=spec.secret,
-        lease_s=pool.lease_s,
-        net_devices=pool.net_devices,
-        checksums=pool.checksums,
-        engine=pool.engine,
-    )
 
 
 def _node_ip() -> str:

@@ -69,24 +69,6 @@ class AppConfig:
         return sum(pool.replicas for _, pool in self.pools())
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """All that one worker process is told; it can be pickled."""
-
-    worker_id: str  # of one incarnation, never used again
-    role: str
-    model_dir: str
-    served_model: str
-    weights: str  # digest of the weights, part of the KV layout's identity
-    host: str  # where the worker listens, and where its peers find it
-    transport: str
-    secret: bytes = field(repr=False)
-    lease_s: float
-    net_devices: str
-    checksums: bool
-    engine: EngineConfig
-
-
 # --- limits ------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from router.config import RouterSettings
 from router.wire import WorkerCard
-from services.config import AppConfig, WorkerConfig, WorkerSettings, resolve
-from services.fetch import fetch, weights_id
+from services.config import AppConfig, resolve
+from services.fetch import fetch
 from services.machine import model_facts, this_machine
+from services.settings import router_settings, worker_settings
 from services.worker import Worker
 
 
@@ -48,38 +49,14 @@ async def local_graph(config: AppConfig) -> AsyncIterator[LocalGraph]:
     folder = await asyncio.to_thread(fetch, config.model)
     config = resolve(config, this_machine(one_process=True), model_facts(folder, config.model))
     secret = secrets.token_bytes(32)
-    weights = weights_id(folder)
-
-    def settings(role: str, pool: WorkerConfig) -> WorkerSettings:
-        return WorkerSettings(
-            worker_id=f"{role}-{secrets.token_hex(4)}",
-            role=role,
-            model_dir=str(folder),
-            served_model=config.served_model_name,
-            weights=weights,
-            host="127.0.0.1",
-            transport=pool.transport,
-            secret=secret,
-            lease_s=pool.lease_s,
-            net_devices=pool.net_devices,
-            checksums=pool.checksums,
-            engine=pool.engine,
-        )
-
-    router = RouterSettings(
-        config=config.router,
-        model_dir=str(folder),
-        served_model=config.served_model_name,
-        router_id=f"router-{secrets.token_hex(4)}",
-        secret=secret,
-    )
     workers: list[Worker] = []
     try:
         for role, pool in config.pools():
             for _ in range(pool.replicas):
-                workers.append(Worker(settings(role, pool)))
+                settings = worker_settings(role, config, folder, "127.0.0.1", secret)
+                workers.append(Worker(settings))
                 await workers[-1].start()
-        yield LocalGraph(config, workers, router)
+        yield LocalGraph(config, workers, router_settings(config, folder, secret))
     finally:
         for worker in workers:
             await worker.close()

@@ -24,7 +24,6 @@ from kvtransfer.ticket import AgentCard
 from kvtransfer.transports import open_transport
 from router import wire
 from router.link import Link, WorkerServer, serve_worker
-from services.config import WorkerSettings
 from services.decode import DecodeService
 from services.engine.engine import Engine
 from services.engine.model import Model, read_config
@@ -34,6 +33,7 @@ from services.engine_loop import EngineLoop
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
 from services.roles import Roles
+from services.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 

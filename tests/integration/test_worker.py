@@ -16,9 +16,9 @@ from kvtransfer.hashing import pack_ids
 from router import wire
 from router.connection import Link
 from router.link import connect_worker
-from services.config import WorkerSettings
 from services.engine.config import EngineConfig
 from services.engine.scheduler import Plan
+from services.settings import WorkerSettings
 from services.worker import Worker
 from tests.support.tiny_model import save_model
 

@@ -12,7 +12,6 @@ from services.config import (
     ConfigError,
     Machine,
     ModelFacts,
-    WorkerSettings,
     apply_flags,
     from_mapping,
     keys,
@@ -20,6 +19,7 @@ from services.config import (
     resolve,
 )
 from services.engine.config import EngineConfig
+from services.settings import WorkerSettings
 
 GIB = 2**30
 LAPTOP = Machine(cores=8, memory_bytes=16 * GIB)

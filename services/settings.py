@@ -1,0 +1,60 @@
+"""What one router or worker process is told: a deployment's configuration, made concrete."""
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from router.config import RouterSettings
+from services.config import AppConfig, WorkerConfig
+from services.engine.config import EngineConfig
+from services.fetch import weights_id
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """All that one worker process is told; it can be pickled."""
+
+    worker_id: str  # of one incarnation, never used again
+    role: str
+    model_dir: str
+    served_model: str
+    weights: str  # digest of the weights, part of the KV layout's identity
+    host: str  # where the worker listens, and where its peers find it
+    transport: str
+    secret: bytes = field(repr=False)
+    lease_s: float
+    net_devices: str
+    checksums: bool
+    engine: EngineConfig
+
+
+def worker_settings(
+    role: str, config: AppConfig, folder: Path, host: str, secret: bytes
+) -> WorkerSettings:
+    """Settings of a new worker; ``config`` is resolved, the model is in ``folder``."""
+    pool: WorkerConfig = getattr(config, role)
+    return WorkerSettings(
+        worker_id=f"{role}-{secrets.token_hex(4)}",
+        role=role,
+        model_dir=str(folder),
+        served_model=config.served_model_name,
+        weights=weights_id(folder),
+        host=host,
+        transport=pool.transport,
+        secret=secret,
+        lease_s=pool.lease_s,
+        net_devices=pool.net_devices,
+        checksums=pool.checksums,
+        engine=pool.engine,
+    )
+
+
+def router_settings(config: AppConfig, folder: Path, secret: bytes) -> RouterSettings:
+    """Settings of a new router; ``config`` is resolved, the model is in ``folder``."""
+    return RouterSettings(
+        config=config.router,
+        model_dir=str(folder),
+        served_model=config.served_model_name,
+        router_id=f"router-{secrets.token_hex(4)}",
+        secret=secret,
+    )
