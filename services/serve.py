@@ -154,7 +154,7 @@ def ray_environment(work: Path) -> dict[str, str]:
     stats, metrics, fallback = free_ports(3)
     first = free_range(100)
     return {
-        # From HAProxy straight to the router replica, see docs on the ingress.
+        # From HAProxy straight to the router replica, see docs/processes.md.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy_without_splice(work),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",

@@ -255,3 +255,10 @@ def test_worker_settings_can_be_pickled_and_hide_the_secret() -> None:
     )  # fmt: skip
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert "never shown" not in repr(settings)
+
+
+def test_the_example_can_be_used() -> None:
+    config = load(Path(__file__).parents[2] / "deploy" / "baton.example.yaml")
+    resolved = resolve(config, LAPTOP, MODEL)
+    assert resolved.prefill.engine.token_budget == 512
+    assert resolved.served_model_name == "smollm2"
