@@ -15,4 +15,4 @@ class EngineConfig:
     threads: int = 0  # torch threads; 0: the cores shared by the workers of this host
     dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # cpu or cuda
-    prefix_cache: bool = True
+    prefix_cache: bool = True  # keep KV for later requests that begin alike
