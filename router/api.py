@@ -56,7 +56,8 @@ def create_api(
     tokenizer is loaded from the model's folder unless one is given.
     """
     front = Front(settings, discover, tokenizer)
-    app = FastAPI(title="Baton", version=version(), lifespan=front.lifespan)
+    # No docs pages: they would load scripts from elsewhere, and the handlers parse for themselves.
+    app = FastAPI(title="Baton", version=version(), lifespan=front.lifespan, openapi_url=None)
     app.state.front = front
     routes: list[tuple[str, str, Callable[..., Any]]] = [
         ("POST", "/v1/chat/completions", front.chat_completions),
@@ -71,7 +72,8 @@ def create_api(
         ("GET", "/internal/state", front.state),
     ]
     for method, path, handler in routes:
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        methods = [method, "HEAD"] if path in ("/health", "/ready") else [method]
+        app.add_api_route(path, handler, methods=methods, response_model=None)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)

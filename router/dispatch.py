@@ -98,7 +98,7 @@ class Dispatcher:
 
     def state(self) -> dict[str, Any]:
         """For ``GET /internal/state``."""
-        counted = ("finished", "failed", "cancelled", "retries")
+        counted = ("finished", "failed", "refused", "cancelled", "retries")
         return {
             "workers": self.table.state(),
             "pairs": self.prover.state(),
@@ -130,7 +130,7 @@ class Dispatcher:
             self.config.max_queue,
         )
         if not isinstance(verdict, Admitted):
-            self.counters["failed"] += 1
+            self.counters["refused"] += 1
             raise verdict
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_s
         job = Job(request, verdict.max_tokens, deadline)
@@ -385,6 +385,6 @@ def _unexpected(side: str, call: Call, message: wire.Message) -> AttemptFailed:
 
 def _final_error(job: Job, failure: AttemptFailed) -> RequestError:
     """503 where the client may simply try again, 500 where it would only see the same."""
-    if job.delivered or failure.kind not in ("lost", "pull", "draining", "refused"):
+    if failure.kind not in ("lost", "pull", "draining", "refused"):
         return InternalError(f"the request failed: {failure.message}")
     return Unavailable(f"the request failed: {failure.message}")

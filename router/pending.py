@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from router.admission import Waiting, hopeless, pick
 from router.config import RouterConfig
-from router.errors import DeadlineExceeded, InternalError, QueueFull, Unavailable
+from router.errors import DeadlineExceeded, QueueFull, Unavailable
 from router.job import Job
 from router.policy import Pair, View, usable_pairs
 
@@ -90,7 +90,7 @@ class Queue:
         for index in hopeless(waiting, self._view()):
             place = places[index]
             if not place.granted.done():
-                error = InternalError if place.job.delivered else Unavailable
-                place.granted.set_exception(error("no worker is left that could serve this"))
+                error = Unavailable("no worker is left that could serve this; try again")
+                place.granted.set_exception(error)
                 place.granted.exception()  # nobody complains when its client has gone meanwhile
         self._places = [place for place in self._places if not place.granted.done()]

@@ -58,7 +58,9 @@ class Prover:
                 self._tasks[pair] = asyncio.create_task(self._prove_until_proven(pair))
 
     def state(self) -> list[dict[str, Any]]:
-        """One entry per pair: proven, unproven (with the last problem), or incompatible."""
+        """One entry per pair: proven, unusable (proven once, but a worker of it is not ready now),
+        unproven (with the last problem), or incompatible.
+        """
 
         def entry(pair: Pair, state: str, reason: str = "") -> dict[str, Any]:
             prefill = pair.prefill[0] if pair.prefill else None
@@ -66,14 +68,26 @@ class Prover:
                 "prefill": prefill, "decode": pair.decode[0], "state": state, "reason": reason,
             }  # fmt: skip
 
+        usable = set(self._table.possible_pairs())
         return [
-            *(entry(pair, "proven") for pair in self.proven),
+            *(entry(pair, "proven") for pair in self.proven & usable),
+            *(entry(pair, "unusable", self._why(pair)) for pair in self.proven - usable),
             *(entry(pair, "unproven", self._problems.get(pair, "")) for pair in self._tasks),
             *(
                 entry(Pair(p, d), "incompatible", reason)
                 for (p, d), reason in self._table.incompatible.items()
             ),
         ]
+
+    def _why(self, pair: Pair) -> str:
+        """Which of the pair's workers takes no requests now."""
+        keys = [key for key in (pair.prefill, pair.decode) if key is not None]
+        workers = [self._table.workers[key] for key in keys]
+        return ", ".join(
+            f"{worker.card.worker_id} is {'stalled' if worker.stalled else worker.state}"
+            for worker in workers
+            if not worker.usable
+        )
 
     async def close(self) -> None:
         """Stop proving."""

@@ -30,7 +30,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from router import wire
-from services.config import AppConfig, from_mapping, resolve
+from services.config import AppConfig, from_yaml, resolve
 from services.fetch import fetch
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
@@ -122,7 +122,7 @@ def _node_ip() -> str:
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
     """The application of a Serve config; ``args`` has the keys of ``baton serve --config``."""
-    config = from_mapping(args, AppConfig())
+    config = from_yaml(args)
     facts = model_facts(fetch(config.model, report=log.info), config.model)
     machine = replace(this_machine(), one_host=False)
     return build(AppSpec(resolve(config, machine, facts), read_secret(config), one_host=False))

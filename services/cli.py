@@ -113,7 +113,9 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
     """Flags that were not given are not in the result: defaults are the business of ``load``."""
     app = command.add_argument_group("deployment")
     app.add_argument(
-        "--config", metavar="FILE", help="YAML with these keys; flags win over what it says"
+        "--config",
+        metavar="FILE",
+        help="YAML with these keys and with blocks by role; flags win",
     )
     _add_fields(app, AppConfig)
     pools = command.add_argument_group("number of workers")

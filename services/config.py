@@ -23,6 +23,7 @@ from services.fetch import DEFAULT_MODEL
 
 ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("auto", "nixl", "tcp", "memory")
+MIN_POOL_BLOCKS = 1024  # of a pool whose size was not asked for
 
 
 class ConfigError(ValueError):
@@ -194,8 +195,26 @@ def load(file: str | Path | None = None, flags: Mapping[str, Any] | None = None)
     ``flags`` are by field name. A field of :class:`WorkerConfig` is set for all roles; ``prefill``,
     ``decode`` and ``mixed`` are numbers of workers.
     """
-    raw = {} if file is None else _read_yaml(Path(file))
-    return apply_flags(from_mapping(raw, AppConfig()), flags or {})
+    config = AppConfig() if file is None else from_yaml(_read_yaml(Path(file)))
+    return apply_flags(config, flags or {})
+
+
+def from_yaml(raw: Any) -> AppConfig:
+    """The configuration of a YAML mapping.
+
+    Keys of workers and of the router may stand at the top, as flags do: there they hold for all
+    roles, and the blocks come after them. ``prefill: 2`` is short for ``prefill: {replicas: 2}``.
+    """
+    config = AppConfig()
+    if not isinstance(raw, Mapping):
+        return typing.cast("AppConfig", from_mapping(raw, config))
+    flat = (keys(RouterConfig) | keys(WorkerConfig)).keys() - keys(AppConfig).keys() - {"replicas"}
+    shared = {name: value for name, value in raw.items() if name in flat}
+    rest = {name: value for name, value in raw.items() if name not in flat}
+    for role in ROLES:
+        if type(rest.get(role)) is int:
+            rest[role] = {"replicas": rest[role]}
+    return typing.cast("AppConfig", from_mapping(rest, apply_flags(config, shared, prefix="")))
 
 
 def _read_yaml(file: Path) -> Any:
@@ -209,13 +228,13 @@ def _read_yaml(file: Path) -> Any:
     return {} if raw is None else raw
 
 
-def apply_flags(config: AppConfig, flags: Mapping[str, Any]) -> AppConfig:
-    """``config`` with flags set, see :func:`load`."""
+def apply_flags(config: AppConfig, flags: Mapping[str, Any], prefix: str = "--") -> AppConfig:
+    """``config`` with flags set, see :func:`load`; ``prefix`` is for what errors call them."""
     top, router, worker = keys(AppConfig), keys(RouterConfig), keys(WorkerConfig)
     blocks: dict[str, dict[str, Any]] = {name: {} for name in ("router", *ROLES)}
     own = {}
     for name, value in flags.items():
-        flag = "--" + name.replace("_", "-")
+        flag = prefix + name.replace("_", "-") if prefix else name
         if name in ROLES:
             blocks[name]["replicas"] = parse_value("replicas", int, value, flag)
         elif name in top:
@@ -331,7 +350,9 @@ def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
 def _pool_blocks(
     role: str, engine: EngineConfig, num_workers: int, machine: Machine, model: ModelFacts
 ) -> int:
-    """Blocks of the pool: what was asked for, or four longest requests if memory allows."""
+    """Blocks of the pool: what was asked for, or what fits four longest requests and, for short
+    ones, ``MIN_POOL_BLOCKS``; less where memory is short.
+    """
     longest = -(-engine.max_model_len // engine.block_size)
     needed = longest + 1  # block 0 is reserved for padding
     blocks, limit = engine.kv_blocks, "was asked for"
@@ -339,7 +360,7 @@ def _pool_blocks(
         share = machine.memory_bytes // max(10, 2 * num_workers)
         if engine.device == "cuda":
             share = machine.cuda_bytes // 2 or share
-        blocks = min(4 * longest + 1, share // model.block_bytes(engine))
+        blocks = min(max(4 * longest, MIN_POOL_BLOCKS) + 1, share // model.block_bytes(engine))
         limit = f"is what {share / 2**30:.1f} GiB hold"
     if blocks < needed:
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class EngineConfig:
     """What one engine may use; ``0`` and ``auto`` are filled in by ``services.config.resolve``."""
 
-    kv_blocks: int = 0  # blocks in the pool, one of them for padding; 0: by the machine's memory
+    kv_blocks: int = 0  # in the pool, one for padding; 0: four longest requests, if memory allows
     block_size: int = 16  # token slots per block
     max_model_len: int = 0  # longest prompt + answer in tokens; 0: what the model was trained for
     max_num_seqs: int = 32  # sequences in one step

@@ -16,7 +16,6 @@ from router.dispatch import Chunk, Dispatcher, GenRequest
 from router.errors import (
     BadRequest,
     DeadlineExceeded,
-    InternalError,
     QueueFull,
     Unavailable,
 )
@@ -351,7 +350,7 @@ def test_a_gap_fails_the_attempt(kind: str) -> None:
                 return False
 
             d.hook = skip
-            with pytest.raises(InternalError, match=r"tokens from|no worker is left"):
+            with pytest.raises(Unavailable, match=r"tokens from|no worker is left"):
                 await collect(dispatcher, request(5))
             await d.until(lambda: "Abort" in d.kinds())
             assert dispatcher.num_jobs == 0
@@ -527,7 +526,7 @@ def test_an_engine_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch)
             assert d.server is not None
             d.hook = lambda link, message: isinstance(message, wire.Decode)
             d.server.progress = lambda: (5, True)
-            with pytest.raises(InternalError, match=r"no worker is left|stands still"):
+            with pytest.raises(Unavailable, match=r"no worker is left|stands still"):
                 await collect(dispatcher, request(5))
             assert not dispatcher.ready
             d.server.progress = lambda: (6, False)

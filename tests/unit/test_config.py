@@ -13,7 +13,7 @@ from services.config import (
     Machine,
     ModelFacts,
     apply_flags,
-    from_mapping,
+    from_yaml,
     keys,
     load,
     resolve,
@@ -68,6 +68,23 @@ def test_yaml_may_differ_by_role(tmp_path: Path) -> None:
     assert config.mixed == AppConfig().mixed
 
 
+def test_keys_at_the_top_hold_for_all_roles(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        transport: tcp
+        kv_blocks: 700
+        policy: round-robin
+        prefill: 2
+        decode: {kv_blocks: 900}
+        """,
+    )
+    config = load(file, {"transport": "nixl"})
+    assert [getattr(config, role).transport for role in ROLES] == ["nixl"] * 3
+    assert [getattr(config, role).engine.kv_blocks for role in ROLES] == [700, 900, 700]
+    assert (config.router.policy, config.prefill.replicas) == ("round-robin", 2)
+
+
 def test_a_flag_beats_the_yaml_for_all_roles(tmp_path: Path) -> None:
     file = write(tmp_path, "port: 8123\nprefill: {block_size: 8, threads: 3}\n")
     config = load(file, {"port": "9000", "block_size": "32", "mixed": "1"})
@@ -90,7 +107,10 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
             "prefill.blok_size: unknown key (did you mean block_size?)",
         ),
         ({"router": {"xyz": 1}}, "router.xyz: unknown key"),
-        ({"prefill": 3}, "prefill: 3 is not a mapping of keys"),
+        ({"prefill": "many"}, "prefill: 'many' is not a mapping of keys"),
+        ({"prefill": -1}, "prefill.replicas: -1 is out of range"),
+        ({"replicas": 2}, "replicas: unknown key"),
+        ({"transport": "nxil"}, "transport: 'nxil' is not one of"),
         ([1], "the top level: [1] is not a mapping of keys"),
         ({"port": "http"}, "port: 'http' is not a whole number"),
         ({"port": True}, "port: True is not a whole number"),
@@ -112,7 +132,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 )
 def test_wrong_yaml_names_key_value_and_what_is_allowed(raw: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_mapping(raw, AppConfig())
+        from_yaml(raw)
     assert message in str(caught.value)
 
 
@@ -157,6 +177,11 @@ def test_auto_on_a_cpu() -> None:
     assert config.decode.transport == "nixl"
     assert config.served_model_name == "tiny"
     assert config.mixed == load().mixed  # nobody runs it: left alone
+
+
+def test_a_pool_for_short_requests_holds_many_of_them() -> None:
+    config = resolve(load(None, {"max_model_len": "256"}), LAPTOP, MODEL)
+    assert config.decode.engine.kv_blocks == 1024 + 1
 
 
 def test_auto_on_a_gpu() -> None:
@@ -237,7 +262,7 @@ def test_what_cannot_work_is_refused(
 def test_a_pair_must_agree_on_the_form_of_its_kv(name: str, values: tuple[object, object]) -> None:
     raw = {"prefill": {name: values[0]}, "decode": {name: values[1]}}
     with pytest.raises(ConfigError) as caught:
-        resolve(from_mapping(raw, AppConfig()), LAPTOP, MODEL)
+        resolve(from_yaml(raw), LAPTOP, MODEL)
     assert f"prefill.{name}: {values[0]!r}" in str(caught.value)
     assert f"decode.{name}: {values[1]!r}" in str(caught.value)
 
