@@ -6,6 +6,7 @@ answer's own tokens before it: a token is wrong if its score (logit / temperatur
 than ``TOLERANCE`` below the best; one that is not the best but within it is a tie, and is counted.
 """
 
+import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +42,7 @@ class Judge:
     @torch.inference_mode()
     def logits(self, prompt: list[int], answer: list[int]) -> Tensor:
         """float64 ``[len(answer), vocab_size]``: what each token of the answer was chosen from."""
+        torch.set_num_threads(os.cpu_count() or 1)  # a worker in this process has set its own
         ids = torch.tensor([prompt + answer[:-1]])
         result: Tensor = self.model(ids, logits_to_keep=len(answer)).logits[0]
         return result.double()
