@@ -13,7 +13,7 @@ import pytest
 from services.serve import ray_environment, short_folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """Ray in this process, as ``baton serve`` starts it, without Serve."""
     folder = Path(tempfile.mkdtemp(prefix="baton-test-", dir=short_folder()))
