@@ -14,9 +14,11 @@ import msgpack
 
 from kvtransfer.errors import TicketError
 
-TICKET_VERSION = 1
-"""History: 1 first. Bump when a field of :class:`Ticket` changes its meaning, or a new one must be
-understood."""
+TICKET_VERSION = 2
+"""History: 1 first; 2 ``first_block``.
+
+Bump when a field of :class:`Ticket` changes its meaning, or a new one must be understood.
+"""
 
 _MAC_BYTES = 32
 
@@ -48,6 +50,7 @@ class Ticket:
     fingerprint: bytes
     num_tokens: int  # KV of this many tokens is filled; the last block may be partial
     prefix: bytes  # hashing.prefix_hash of exactly these tokens
+    first_block: int = 0  # of an early part: ``block_ids`` begin at this block of the sequence
     key_id: str = "0"
 
     def sign(self, secret: bytes) -> bytes:

@@ -20,6 +20,8 @@ class RouterConfig:
     prefill_ahead: float = 2.0  # steps of work a prefill worker may have before requests wait here
     prefill_attempts: int = 2  # prefills of one request that may fail before it does
     decode_attempts: int = 2  # the same for decodes
+    early_pull: bool = True  # decode workers pull blocks while the prompt is still being computed
+    link_faults: str = ""  # for tests: faults to inject into messages, "drop=0.01,delay=0.1,seed=7"
     max_choices: int = 16  # n of one request
     max_prompts: int = 64  # prompts in one completion request
     max_stop_strings: int = 16  # stop strings of one request

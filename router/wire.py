@@ -9,6 +9,7 @@
     R → D        Reserve          ids; D first, so that nobody waits while holding
     D → R        Reserved | Refused
     R → P        Prefill          ids, sampling
+    P → R → D    TicketPart …     early pull: blocks that are sealed while P computes the next
     P → R        Prefilled        first token, ticket (or Failed)
     R → D        Decode           ticket, prompt + first token
                                   (no ticket: D computes all, as a mixed worker does)
@@ -17,6 +18,10 @@
     R → P        Release | Renew
     D → R        Tokens …         the last one has a finish reason: that is the terminal message
     R → any      Abort            → Failed{kind="aborted"}, unless a terminal message is on its way
+    R → any      Check            → Failed{kind="lost"} when the worker knows nothing of the request
+    R → D        Forget           an incarnation of P is gone
+    any → worker Drain            → Load{state="draining"}; what is left at the deadline is handed
+                                  back: Failed{kind="draining"}
     both ways    Ping / Pong      each second; the pong carries the engine's step counter
     worker → R   Load             at least once a second, and on each change of state
 
@@ -33,15 +38,15 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import msgpack
 
 from kvtransfer.ticket import AgentCard
 
-PROTOCOL_VERSION = 1
-"""History: 1 first.
+PROTOCOL_VERSION = 2
+"""History: 1 first; 2 early parts, Check, Forget, Drain, numbered frames.
 
 Bump when an old peer could misread a message; not for a new field with a default.
 """
@@ -90,6 +95,7 @@ class WorkerCard:
     max_model_len: int
     max_num_seqs: int
     token_budget: int
+    local_prefill: bool = False  # a decode worker that also computes whole prompts of new requests
 
 
 # --- handshake (router.link) ----------------------------------------------------------------------
@@ -170,6 +176,7 @@ class Prefill:
     salt: bytes = b""
     export: bool = True
     deadline_ms: int = 0
+    early: bool = False  # send a TicketPart whenever a chunk has sealed blocks
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,14 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class Forget:
+    """This incarnation of P is gone: D drops what it keeps of it, once no read is in flight."""
+
+    worker_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Release:
     """The KV of this ticket is not needed any more. Idempotent."""
 
@@ -223,8 +238,21 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Nothing was heard of this request for long. Answered only when the worker does not know it:
+    by Failed with kind "lost".
+    """
+
+    request: bytes
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Drain:
-    """Take no new work, finish or hand back the rest within ``deadline_ms``, then leave."""
+    """Take no new work, finish or hand back the rest within ``deadline_ms``, then leave.
+
+    Idempotent; a later deadline does not extend an earlier one.
+    """
 
     deadline_ms: int
 
@@ -265,6 +293,19 @@ class Refused:
     attempt: int
     reason: str
     retry: bool
+
+
+@dataclass(frozen=True)
+class TicketPart:
+    """Blocks of a prompt that is still being computed; from P, passed on to D as it is.
+
+    ``ticket`` is a signed :class:`kvtransfer.ticket.Ticket` with ``first_block``. It has no lease:
+    if P gives the blocks up, the pull of this part fails and the final ticket covers them as well.
+    """
+
+    request: bytes
+    attempt: int
+    ticket: bytes
 
 
 @dataclass(frozen=True)
@@ -339,7 +380,8 @@ class Failed:
     """The attempt ended without an answer. Terminal.
 
     ``kind``: aborted | pull (the KV could not be fetched or verified) | deadline | invalid (the
-    request itself is wrong) | draining | internal.
+    request itself is wrong) | draining (handed back) | lost (the worker knows nothing of it) |
+    internal.
     """
 
     request: bytes
@@ -368,13 +410,17 @@ class Load:
     preemptions: int
     failed_pulls: int
     expired_leases: int
+    early_blocks: int = 0  # of the pulled ones, those that came before the ticket
+    agent_rebuilds: int = 0  # of the KV transport, to settle reads that did not end
+    faults: Mapping[str, int] = field(default_factory=dict)  # injected into transfers, by kind
 
 
 Message = (
     Hello | Challenge | Proof | Welcome | Rejected
-    | Reserve | Prefill | Decode | Peer | Release | Renew | Abort | Drain
+    | Reserve | Prefill | Decode | Peer | Forget | Release | Renew | Abort | Check | Drain
     | Ping | Pong
-    | Reserved | Refused | Prefilled | Pulled | UnknownPeer | Expired | Tokens | Failed | Load
+    | Reserved | Refused | TicketPart | Prefilled | Pulled | UnknownPeer | Expired | Tokens | Failed
+    | Load
 )  # fmt: skip
 
 _MESSAGES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
@@ -412,11 +458,11 @@ def _schema(cls: type[Any]) -> tuple[tuple[str, str, bool], ...]:
     """(name, type as text, required) of each field."""
     return tuple(
         (
-            field.name,
-            field.type if isinstance(field.type, str) else field.type.__name__,
-            field.default is MISSING,
+            item.name,
+            item.type if isinstance(item.type, str) else item.type.__name__,
+            item.default is MISSING and item.default_factory is MISSING,
         )
-        for field in fields(cls)
+        for item in fields(cls)
     )
 
 

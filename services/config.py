@@ -40,7 +40,15 @@ class WorkerConfig:
     net_devices: str = (
         "auto"  # network devices for NIXL; auto: loopback on one host, else UCX's own
     )
+    ucx_tls: str = "auto"  # UCX transports for NIXL (tcp, rc, cuda_ipc ...); auto: UCX chooses
     checksums: bool = False  # check every pulled block's bytes, not only its seal
+    pull_stall_s: float = 5.0  # a pull that moves nothing for so long has failed
+    stall_s: float = 20.0  # an engine that has work and makes no step for so long is replaced
+    drain_s: float = 30.0  # a worker that leaves hands its requests back after so long
+    local_prefill: bool = False  # decode: compute new prompts here when no prefill worker is left
+    pull_faults: str = (
+        ""  # for tests: faults to inject into transfers, "drop=0.01,delay=0.1,seed=7"
+    )
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -52,6 +60,7 @@ class AppConfig:
     served_model_name: str = ""  # name in the API; empty: the model's own
     host: str = "127.0.0.1"
     port: int = 8000
+    routers: int = 1  # router processes behind the ingress
     secret_file: str = ""  # shared by routers and workers, 16 bytes or more; empty: random
     router: RouterConfig = field(default_factory=RouterConfig)
     prefill: WorkerConfig = field(default_factory=lambda: WorkerConfig(replicas=1))
@@ -86,7 +95,12 @@ LIMITS = {
     "port": Limit(1, 65535),
     "replicas": Limit(0, 512),
     "transport": Limit(choices=TRANSPORTS),
+    "routers": Limit(1, 64),
     "lease_s": Limit(1, 3600),
+    "pull_stall_s": Limit(0.1, 3600),
+    "stall_s": Limit(1, 3600),
+    "drain_s": Limit(0, 3600),
+    "chunk_budget": Limit(0),
     "kv_blocks": Limit(0),
     "block_size": Limit(1, 1024),
     "max_model_len": Limit(0),

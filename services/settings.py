@@ -24,8 +24,13 @@ class WorkerSettings:
     secret: bytes = field(repr=False)
     lease_s: float
     net_devices: str
-    checksums: bool
     engine: EngineConfig
+    checksums: bool = False
+    ucx_tls: str = "auto"
+    pull_stall_s: float = 5.0
+    stall_s: float = 20.0
+    local_prefill: bool = False
+    pull_faults: str = ""
 
 
 def worker_settings(
@@ -44,8 +49,13 @@ def worker_settings(
         secret=secret,
         lease_s=pool.lease_s,
         net_devices=pool.net_devices,
-        checksums=pool.checksums,
         engine=pool.engine,
+        checksums=pool.checksums,
+        ucx_tls=pool.ucx_tls,
+        pull_stall_s=pool.pull_stall_s,
+        stall_s=pool.stall_s,
+        local_prefill=pool.local_prefill,
+        pull_faults=pool.pull_faults,
     )
 
 

@@ -12,6 +12,7 @@ class EngineConfig:
     max_model_len: int = 0  # longest prompt + answer in tokens; 0: what the model was trained for
     max_num_seqs: int = 32  # sequences in one step
     token_budget: int = 0  # tokens computed in one step; 0: 256 on CPU, 8192 on CUDA
+    chunk_budget: int = 0  # prompt tokens in one step; 0: all of token_budget, in decode a quarter
     threads: int = 0  # torch threads; 0: the cores shared by the workers of this host
     dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # cpu or cuda
