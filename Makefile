@@ -5,9 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 SECONDS ?= 600
+SEED ?= 1
+TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev serve test lint format soak bench-batching clean
+.PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
+	clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -31,11 +34,23 @@ format: dev  ## let ruff format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+equality: dev  ## all of the matrix of which `make test` runs a part: answers against one engine's
+	$(BIN)/python -m pytest --full -s tests/serve/test_equality.py $(ARGS)
+
+faults: dev  ## cancel at each point, kill at each stage: the full counts
+	$(BIN)/python -m pytest --full -s tests/faults $(ARGS)
+
+chaos: dev  ## kills, stops, drains, lost messages under load: make chaos SEED=1 SECONDS=600 TRANSPORT=tcp
+	$(BIN)/python -m tests.chaos.run --seed $(SEED) --seconds $(SECONDS) --transport $(TRANSPORT) $(ARGS)
+
 soak: dev  ## steady load for SECONDS, watching the memory of every process
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
 bench-batching: dev  ## decode rate of 16 streams over HTTP against the engine's own
 	$(BIN)/python -m tests.bench_batching $(ARGS)
+
+bench-handoff: dev  ## what tickets, seals and leases add to the bare NIXL read
+	$(BIN)/python -m tests.bench_handoff $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,18 @@ TESTS = Path(__file__).parent
 calm_openmp()  # before any test imports torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="all cases and counts of tests that have a short form"
+    )
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the full form was asked for: make faults, make equality."""
+    return bool(request.config.getoption("--full"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for level in sorted(path.name for path in TESTS.iterdir() if path.is_dir()):
         if not level.startswith((".", "_")):
