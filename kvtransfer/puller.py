@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtransfer.handoff import Event, Importer
+from kvtransfer.importer import Event, Importer
 from kvtransfer.ticket import AgentCard, Ticket
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The seam between the hand-off and the wire that carries the bytes.
 
 A transport reads spans and seals of a remote pool into the local one. It knows nothing of tickets,
-generations or deadlines: :mod:`kvtransfer.handoff` decides what is read, verified and given up.
+generations or deadlines: :mod:`kvtransfer.importer` decides what is read, verified and given up.
 """
 
 from collections.abc import Sequence

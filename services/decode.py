@@ -20,8 +20,8 @@ from enum import Enum
 from typing import Protocol
 
 from kvtransfer.errors import TicketError
-from kvtransfer.handoff import Arrived, Event, PullAborted, PullFailed, Settled
 from kvtransfer.hashing import prefix_hash, unpack_ids
+from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
 from router import wire
 from services.engine.engine import Engine, Reservation

@@ -6,13 +6,13 @@
                     │                     └──the answer ends with it──► done (Prefilled without one)
                     └──Abort, deadline, link lost──► dropped
 
-An exported ticket belongs to the :class:`~kvtransfer.handoff.Exporter`: it outlives the request and
-the connection, until Release or the end of its lease. All methods run in the engine's thread.
+An exported ticket belongs to the :class:`~kvtransfer.exporter.Exporter`: it outlives the request
+and the connection, until Release or the end of its lease. All methods run in the engine's thread.
 """
 
 from dataclasses import dataclass
 
-from kvtransfer.handoff import Exporter
+from kvtransfer.exporter import Exporter
 from kvtransfer.hashing import prefix_hash, unpack_ids
 from router import wire
 from services.engine.engine import Engine

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvtransfer.handoff import Event
 from kvtransfer.hashing import unpack_ids
+from kvtransfer.importer import Event
 from router import wire
 from services.decode import DecodeService, Stage
 from services.engine.engine import Engine

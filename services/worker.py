@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from kvtransfer.handoff import Event, Exporter, Importer
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Event, Importer
 from kvtransfer.layout import KVLayout
 from kvtransfer.puller import Puller
 from kvtransfer.region import Region

@@ -27,15 +27,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import TransportError
-from kvtransfer.handoff import (
-    Arrived,
-    Event,
-    Exporter,
-    Importer,
-    PullAborted,
-    PullFailed,
-    Settled,
-)
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import KVLayout, Stamp
 from kvtransfer.puller import Puller
 from kvtransfer.region import Region

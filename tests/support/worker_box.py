@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from kvtransfer.handoff import Arrived, Event, Exporter, PullAborted, PullFailed, Settled
+from kvtransfer.exporter import Exporter
 from kvtransfer.hashing import pack_ids
+from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
 from kvtransfer.ticket import AgentCard, Ticket
 from router import wire
 from services.decode import DecodeService

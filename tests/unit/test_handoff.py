@@ -11,15 +11,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.errors import PeerGone, TransportError
-from kvtransfer.handoff import (
-    Arrived,
-    Event,
-    Exporter,
-    Importer,
-    PullAborted,
-    PullFailed,
-    Settled,
-)
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import Stamp
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
 from kvtransfer.transport import Completion, Part, Status

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvtransfer.errors import TransportError
-from kvtransfer.handoff import Arrived, Event, Importer, PullAborted, PullFailed, Settled
+from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import Stamp
 from kvtransfer.puller import Puller
 from kvtransfer.ticket import AgentCard, Ticket

@@ -7,8 +7,8 @@ from __future__ import annotations
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtransfer.handoff import Event
 from kvtransfer.hashing import unpack_ids
+from kvtransfer.importer import Event
 from router import wire
 from services.engine.sequence import SamplingParams
 from tests.support.fake_runner import check_states, naive

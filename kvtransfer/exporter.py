@@ -1,0 +1,152 @@
+"""The producer's side of the hand-off: whose blocks a peer may read, and until when (pure).
+
+One lease per ticket, in the engine thread::
+
+    export ──► LEASED ──release──► RELEASED
+                 │ renew: later deadline
+                 └──deadline, by the producer's clock──► EXPIRED
+
+Knows no clock (time is an argument), no sockets, no tensors, no requests. Freeing blocks and
+setting generations is the engine's business; neither release nor expiry touches a generation, so a
+block that was freed but not reused still verifies (:mod:`kvtransfer.importer`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtransfer.ticket import Ticket
+
+TICKET_ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Export:
+    """A signed ticket, and in clear what the router needs of it."""
+
+    ticket_id: bytes
+    packed: bytes
+    lease_s: float
+
+
+class LeaseStatus(Enum):
+    """Where a lease is; the last two are final."""
+
+    LEASED = "leased"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+@dataclass
+class _Lease:
+    owner: str
+    block_ids: list[int]
+    deadline: float
+
+
+class Exporter:
+    """The leases of one producer. Used from its engine thread, between steps."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        fingerprint: bytes,
+        secret: bytes,
+        lease_s: float,
+        new_id: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        assert epoch != 0
+        self.lease_s = lease_s
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._fingerprint = fingerprint
+        self._secret = secret
+        self._new_id = new_id
+        self._leases: dict[bytes, _Lease] = {}
+        self._ended = {LeaseStatus.RELEASED: 0, LeaseStatus.EXPIRED: 0}
+        self._exported = 0
+
+    @property
+    def num_leased(self) -> int:
+        """Tickets whose blocks the producer must keep."""
+        return len(self._leases)
+
+    @property
+    def expired_count(self) -> int:
+        """Leases that ran out since the start."""
+        return self._ended[LeaseStatus.EXPIRED]
+
+    @property
+    def released_count(self) -> int:
+        """Leases that were given back since the start."""
+        return self._ended[LeaseStatus.RELEASED]
+
+    def next_expiry(self) -> float | None:
+        """When :meth:`expire` is due next; None without leases."""
+        return min((lease.deadline for lease in self._leases.values()), default=None)
+
+    def export(
+        self,
+        owner: str,
+        blocks: Sequence[tuple[int, int]],
+        num_tokens: int,
+        prefix: bytes,
+        now: float,
+    ) -> Export:
+        """Lease sealed ``(block id, generation)`` pairs to ``owner`` and sign their ticket."""
+        assert all(generation % 2 == 0 for _, generation in blocks), "an unsealed block"
+        ticket = Ticket(
+            ticket_id=self._new_id(TICKET_ID_BYTES),
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            block_ids=tuple(block for block, _ in blocks),
+            generations=tuple(generation for _, generation in blocks),
+            fingerprint=self._fingerprint,
+            num_tokens=num_tokens,
+            prefix=prefix,
+        )
+        assert ticket.ticket_id not in self._leases
+        self._leases[ticket.ticket_id] = _Lease(owner, list(ticket.block_ids), now + self.lease_s)
+        self._exported += 1
+        return Export(ticket.ticket_id, ticket.sign(self._secret), self.lease_s)
+
+    def renew(self, ticket_ids: Sequence[bytes], now: float) -> list[bytes]:
+        """Extend leases; returns those that are over or unknown. Never revives one."""
+        gone: list[bytes] = []
+        for ticket_id in ticket_ids:
+            lease = self._leases.get(ticket_id)
+            if lease is None or lease.deadline <= now:
+                gone.append(ticket_id)
+            else:
+                lease.deadline = now + self.lease_s
+        return gone
+
+    def release(self, ticket_id: bytes) -> list[int]:
+        """End a lease; returns the blocks to free, none when it is over or unknown."""
+        return self._end(ticket_id, LeaseStatus.RELEASED) if ticket_id in self._leases else []
+
+    def release_unwanted(self, owner: str, wanted: set[bytes]) -> list[list[int]]:
+        """End all leases of ``owner`` but the wanted ones: it has reconnected and told which."""
+        unwanted = [
+            ticket_id
+            for ticket_id, lease in self._leases.items()
+            if lease.owner == owner and ticket_id not in wanted
+        ]
+        return [self._end(ticket_id, LeaseStatus.RELEASED) for ticket_id in unwanted]
+
+    def expire(self, now: float) -> list[list[int]]:
+        """End the leases that ran out; returns the blocks to free, a list per lease."""
+        over = [ticket_id for ticket_id, lease in self._leases.items() if lease.deadline <= now]
+        return [self._end(ticket_id, LeaseStatus.EXPIRED) for ticket_id in over]
+
+    def check_integrity(self) -> None:
+        """Every ticket is leased, released or expired: assert it."""
+        assert self._exported == len(self._leases) + sum(self._ended.values())
+
+    def _end(self, ticket_id: bytes, status: LeaseStatus) -> list[int]:
+        self._ended[status] += 1
+        return self._leases.pop(ticket_id).block_ids
