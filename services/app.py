@@ -30,10 +30,11 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from router import wire
-from services.config import AppConfig, from_yaml, resolve
+from services.config import AppConfig, from_yaml
 from services.fetch import fetch
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
+from services.resolve import resolve
 from services.settings import router_settings, worker_settings
 
 APP_NAME = "baton"

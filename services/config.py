@@ -1,29 +1,28 @@
 """What a deployment is made of: frozen dataclasses, composed; YAML keys and flags come from fields.
 
 ``load`` turns a YAML file and flags into an :class:`AppConfig`, or raises :class:`ConfigError` that
-names the key, the value and what is allowed. ``resolve`` replaces every ``auto`` and ``0`` by what
-fits a machine and a model, and refuses what cannot work. Knows neither ray nor torch: ``baton
---help`` must answer at once. What a machine has is told by :mod:`services.machine`.
+names the key, the value and what is allowed. Knows neither ray nor torch: ``baton --help`` must
+answer at once. What ``auto`` and ``0`` become is decided by :mod:`services.resolve`.
 """
 
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvtransfer.layout import DTYPE_BYTES, KVLayout
+from kvtransfer.faults import parse_faults
+from kvtransfer.layout import DTYPE_BYTES
 from router.config import RouterConfig
 from services.engine.config import EngineConfig
 from services.fetch import DEFAULT_MODEL
 
 ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("auto", "nixl", "tcp", "memory")
-MIN_POOL_BLOCKS = 1024  # of a pool whose size was not asked for
 
 
 class ConfigError(ValueError):
@@ -89,6 +88,7 @@ class Limit:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    syntax: Callable[[str], object] | None = None  # raises ValueError for a text that is none
 
 
 LIMITS = {
@@ -98,6 +98,8 @@ LIMITS = {
     "routers": Limit(1, 64),
     "lease_s": Limit(1, 3600),
     "pull_stall_s": Limit(0.1, 3600),
+    "pull_faults": Limit(syntax=parse_faults),
+    "link_faults": Limit(syntax=parse_faults),
     "stall_s": Limit(1, 3600),
     "drain_s": Limit(0, 3600),
     "chunk_budget": Limit(0),
@@ -149,6 +151,11 @@ def _check_limit(name: str, value: Any, path: str) -> Any:
         raise ConfigError(
             f"{path}: {value!r} is not one of {allowed}{_nearest(value, limit.choices)}"
         )
+    if limit.syntax is not None:
+        try:
+            limit.syntax(value)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {value!r}: {error}") from None
     # written so that NaN is refused as well
     above = limit.low is None or value >= limit.low
     if not (above and (limit.high is None or value <= limit.high)):
@@ -260,159 +267,3 @@ def apply_flags(config: AppConfig, flags: Mapping[str, Any], prefix: str = "--")
                 blocks[role][name] = parse_value(name, worker[name], value, flag)
     inner = {name: with_values(getattr(config, name), values) for name, values in blocks.items()}
     return replace(config, **own, **inner)
-
-
-# --- resolving ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the workers of one host share."""
-
-    cores: int
-    memory_bytes: int
-    cuda: bool = False
-    cuda_bytes: int = 0  # of one device; 0: unknown
-    linux: bool = True
-    one_host: bool = True  # all workers are here
-    one_process: bool = False  # they are even in this process
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the size of the KV pool depends on."""
-
-    name: str
-    max_model_len: int  # what the model was trained for
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    def block_bytes(self, engine: EngineConfig) -> int:
-        """Bytes of one block in the pool; ``dtype`` must be resolved."""
-        return KVLayout(
-            "",
-            self.num_layers,
-            self.num_kv_heads,
-            self.head_dim,
-            "",
-            engine.block_size,
-            engine.dtype,
-        ).span_bytes
-
-
-def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig:
-    """A copy without ``auto`` and ``0``, checked against the machine and the model (pure)."""
-    p, d, m = config.prefill.replicas, config.decode.replicas, config.mixed.replicas
-    if bool(p) != bool(d) or not p + m:
-        raise ConfigError(
-            f"prefill {p}, decode {d}, mixed {m}: needs at least one prefill and one decode worker,"
-            " or none of both and a mixed one"
-        )
-    changes: dict[str, Any] = {}
-    for role, pool in config.pools():
-        changes[role] = _resolve_pool(role, pool, config.num_workers, machine, model)
-    resolved = replace(config, served_model_name=config.served_model_name or model.name, **changes)
-    if p:
-        _check_form(resolved.prefill, resolved.decode)
-    _check_memory(resolved, machine, model)
-    return resolved
-
-
-def _resolve_pool(
-    role: str, pool: WorkerConfig, num_workers: int, machine: Machine, model: ModelFacts
-) -> WorkerConfig:
-    engine = pool.engine
-    device = engine.device if engine.device != "auto" else ("cuda" if machine.cuda else "cpu")
-    if device == "cuda" and not machine.cuda:
-        raise ConfigError(f"{role}.device: 'cuda', but there is no CUDA device or torch is for CPU")
-    length = engine.max_model_len or model.max_model_len
-    if length > model.max_model_len:
-        raise ConfigError(
-            f"{role}.max_model_len: {length} is more than the {model.max_model_len} tokens that"
-            f" {model.name} was trained for"
-        )
-    on_cpu = device == "cpu"
-    engine = replace(
-        engine,
-        device=device,
-        # bf16 GEMM on a CPU without such instructions is hundreds of times slower than fp32
-        dtype=("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype,
-        max_model_len=length,
-        token_budget=engine.token_budget or (256 if on_cpu else 8192),
-        threads=engine.threads or max(1, machine.cores // num_workers),
-    )
-    engine = replace(engine, kv_blocks=_pool_blocks(role, engine, num_workers, machine, model))
-    transport = _resolve_transport(role, pool.transport, machine)
-    auto_devices = "lo" if machine.one_host else "all"
-    devices = auto_devices if pool.net_devices == "auto" else pool.net_devices
-    return replace(pool, transport=transport, net_devices=devices, engine=engine)
-
-
-def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
-    if transport == "memory" and not machine.one_process:
-        raise ConfigError(
-            f"{role}.transport: 'memory' works inside one process only (baton local);"
-            " allowed here are nixl and tcp"
-        )
-    if transport != "auto":
-        return transport
-    one_sided = "nixl" if machine.linux and machine.one_host else "tcp"
-    return "memory" if machine.one_process else one_sided
-
-
-def _pool_blocks(
-    role: str, engine: EngineConfig, num_workers: int, machine: Machine, model: ModelFacts
-) -> int:
-    """Blocks of the pool: what was asked for, or what fits four longest requests and, for short
-    ones, ``MIN_POOL_BLOCKS``; less where memory is short.
-    """
-    longest = -(-engine.max_model_len // engine.block_size)
-    needed = longest + 1  # block 0 is reserved for padding
-    blocks, limit = engine.kv_blocks, "was asked for"
-    if not blocks:
-        share = machine.memory_bytes // max(10, 2 * num_workers)
-        if engine.device == "cuda":
-            share = machine.cuda_bytes // 2 or share
-        blocks = min(max(4 * longest, MIN_POOL_BLOCKS) + 1, share // model.block_bytes(engine))
-        limit = f"is what {share / 2**30:.1f} GiB hold"
-    if blocks < needed:
-        raise ConfigError(
-            f"{role}.kv_blocks: one request of {engine.max_model_len} tokens (max_model_len) needs"
-            f" {needed} blocks of {engine.block_size} tokens, more than the pool's {blocks}, which"
-            f" {limit}; raise kv_blocks to {needed} or lower max_model_len to"
-            f" {max(0, blocks - 1) * engine.block_size}"
-        )
-    return blocks
-
-
-def _check_form(prefill: WorkerConfig, decode: WorkerConfig) -> None:
-    """Blocks must look alike on both sides, and travel over the same transport."""
-    for name, p, d in [
-        ("block_size", prefill.engine.block_size, decode.engine.block_size),
-        ("dtype", prefill.engine.dtype, decode.engine.dtype),
-        ("transport", prefill.transport, decode.transport),
-    ]:
-        if p != d:
-            raise ConfigError(
-                f"prefill.{name}: {p!r} differs from decode.{name}: {d!r}; KV moves between these"
-                " workers, so both must be equal"
-            )
-
-
-def _check_memory(config: AppConfig, machine: Machine, model: ModelFacts) -> None:
-    """The KV pools in main memory together must leave room for weights and the rest."""
-    total = sum(
-        pool.replicas * pool.engine.kv_blocks * model.block_bytes(pool.engine)
-        for _, pool in config.pools()
-        if pool.engine.device == "cpu"
-    )
-    if machine.one_host and total > 0.8 * machine.memory_bytes:
-        pools = ", ".join(
-            f"{role} {pool.replicas} x {pool.engine.kv_blocks} blocks"
-            for role, pool in config.pools()
-        )
-        raise ConfigError(
-            f"the KV pools ({pools}) take {total / 2**30:.1f} GiB of this machine's"
-            f" {machine.memory_bytes / 2**30:.1f} GiB; at most 80% may; lower kv_blocks or replicas"
-        )

@@ -14,9 +14,10 @@ from typing import Any
 
 from router.config import RouterSettings
 from router.wire import WorkerCard
-from services.config import AppConfig, resolve
+from services.config import AppConfig
 from services.fetch import fetch
 from services.machine import model_facts, this_machine
+from services.resolve import resolve
 from services.settings import router_settings, worker_settings
 from services.worker import Worker
 

@@ -1,4 +1,4 @@
-"""Looks at this machine and its files, for :func:`services.config.resolve` and for who starts it.
+"""Looks at this machine and its files, for :func:`services.resolve.resolve` and for who starts it.
 
 Needs no torch: the command line calls it before any heavy process starts.
 """
@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.config import AppConfig, ConfigError, Machine, ModelFacts
+from services.config import AppConfig, ConfigError
+from services.resolve import Machine, ModelFacts
 
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -25,9 +25,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from services.config import AppConfig, ConfigError, resolve
+from services.config import AppConfig, ConfigError
 from services.fetch import fetch
 from services.machine import model_facts, read_secret, this_machine
+from services.resolve import resolve
 from services.supervisor import supervise
 
 if typing.TYPE_CHECKING:

@@ -10,15 +10,13 @@ from services.config import (
     ROLES,
     AppConfig,
     ConfigError,
-    Machine,
-    ModelFacts,
     apply_flags,
     from_yaml,
     keys,
     load,
-    resolve,
 )
 from services.engine.config import EngineConfig
+from services.resolve import Machine, ModelFacts, resolve
 from services.settings import WorkerSettings
 
 GIB = 2**30
@@ -127,6 +125,11 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ({"mixed": {"transport": "nxil"}}, "(did you mean nixl?)"),
         ({"router": {"api_keys": ["a", 1]}}, "router.api_keys[1]: 1 is not a text"),
         ({"router": {"policy": "best"}}, "router.policy is 'best'"),
+        (
+            {"decode": {"pull_faults": "drop"}},
+            "decode.pull_faults: 'drop': drop: '' is not a number",
+        ),
+        ({"router": {"link_faults": "seed=x"}}, "router.link_faults: 'seed=x': seed: 'x' is not"),
         ({"router": {"max_queue": -1}}, "router.max_queue"),
     ],
 )
@@ -150,6 +153,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"prefill": "two"}, "--prefill: 'two' is not a whole number"),
         ({"max_model_len": "8k"}, "--max-model-len: '8k' is not a whole number"),
         ({"policy": "best"}, "policy"),
+        ({"routers": "0"}, "--routers: 0 is out of range"),
+        ({"pull_faults": "drop=0.1,dealy=1"}, "--pull-faults: 'drop=0.1,dealy=1': 'dealy' is not"),
+        ({"link_faults": "drop=2"}, "--link-faults: 'drop=2': the probabilities must lie"),
     ],
 )
 def test_wrong_flags(flags: dict[str, str], message: str) -> None:
@@ -170,7 +176,8 @@ def test_every_key_of_the_engine_is_a_key_of_a_worker_block() -> None:
 def test_auto_on_a_cpu() -> None:
     config = resolve(load(), LAPTOP, MODEL)
     engine = config.decode.engine
-    assert (engine.device, engine.dtype, engine.token_budget) == ("cpu", "float32", 256)
+    assert (engine.device, engine.dtype) == ("cpu", "float32")
+    assert (engine.token_budget, engine.chunk_budget) == (0, 0)  # the worker measures
     assert engine.max_model_len == 8192
     assert engine.kv_blocks == 4 * 512 + 1  # four longest requests, and block 0
     assert engine.threads == 4  # eight cores, two workers
@@ -186,7 +193,7 @@ def test_a_pool_for_short_requests_holds_many_of_them() -> None:
 
 def test_auto_on_a_gpu() -> None:
     engine = resolve(load(), GPU, MODEL).prefill.engine
-    assert (engine.device, engine.dtype, engine.token_budget) == ("cuda", "bfloat16", 8192)
+    assert (engine.device, engine.dtype, engine.token_budget) == ("cuda", "bfloat16", 0)
 
 
 def test_what_was_asked_for_stays() -> None:
@@ -199,9 +206,27 @@ def test_what_was_asked_for_stays() -> None:
     assert (engine.token_budget, resolved.served_model_name) == (99, "me")
 
 
-def test_resolving_twice_changes_nothing() -> None:
-    once = resolve(load(), LAPTOP, MODEL)
+@pytest.mark.parametrize("flags", [{}, {"token_budget": "512"}])
+def test_resolving_twice_changes_nothing(flags: dict[str, str]) -> None:
+    once = resolve(load(None, flags), LAPTOP, MODEL)
     assert resolve(once, LAPTOP, MODEL) == once
+
+
+@pytest.mark.parametrize(
+    ("flags", "prefill", "decode"),
+    [
+        ({"token_budget": "512"}, 512, 128),
+        ({"token_budget": "32"}, 32, 16),  # a block at least
+        ({"token_budget": "8"}, 8, 8),
+        ({"token_budget": "512", "chunk_budget": "100"}, 100, 100),
+    ],
+)
+def test_prompts_get_a_quarter_of_a_decode_workers_step(
+    flags: dict[str, str], prefill: int, decode: int
+) -> None:
+    resolved = resolve(load(None, flags), LAPTOP, MODEL)
+    budgets = [pool.engine.chunk_budget for _, pool in resolved.pools()]
+    assert budgets == [prefill, decode]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +269,7 @@ def test_the_pool_takes_its_share_of_little_memory() -> None:
         ({"max_model_len": "9000"}, LAPTOP, ["9000", "8192 tokens", "tiny"]),
         ({"device": "cuda"}, LAPTOP, ["'cuda'", "no CUDA device"]),
         ({"transport": "memory"}, LAPTOP, ["'memory'", "nixl and tcp"]),
+        ({"token_budget": "64", "chunk_budget": "65"}, LAPTOP, ["prefill.chunk_budget: 65", "64"]),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -1,0 +1,185 @@
+"""What fits a machine and a model: replaces every ``auto`` and ``0`` of a configuration (pure).
+
+What cannot work is refused by a :class:`~services.config.ConfigError` before any process starts.
+One thing is left to the worker: a ``token_budget`` of 0 is measured when its model is there. What a
+machine has is told by :mod:`services.machine`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtransfer.layout import KVLayout
+from services.config import AppConfig, ConfigError, WorkerConfig
+from services.engine.config import EngineConfig
+
+MIN_POOL_BLOCKS = 1024  # of a pool whose size was not asked for
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the workers of one host share."""
+
+    cores: int
+    memory_bytes: int
+    cuda: bool = False
+    cuda_bytes: int = 0  # of one device; 0: unknown
+    linux: bool = True
+    one_host: bool = True  # all workers are here
+    one_process: bool = False  # they are even in this process
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the size of the KV pool depends on."""
+
+    name: str
+    max_model_len: int  # what the model was trained for
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def block_bytes(self, engine: EngineConfig) -> int:
+        """Bytes of one block in the pool; ``dtype`` must be resolved."""
+        return KVLayout(
+            "",
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            "",
+            engine.block_size,
+            engine.dtype,
+        ).span_bytes
+
+
+def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig:
+    """A copy without ``auto`` and ``0``, checked against the machine and the model (pure)."""
+    p, d, m = config.prefill.replicas, config.decode.replicas, config.mixed.replicas
+    if bool(p) != bool(d) or not p + m:
+        raise ConfigError(
+            f"prefill {p}, decode {d}, mixed {m}: needs at least one prefill and one decode worker,"
+            " or none of both and a mixed one"
+        )
+    changes: dict[str, Any] = {}
+    for role, pool in config.pools():
+        changes[role] = _resolve_pool(role, pool, config.num_workers, machine, model)
+    resolved = replace(config, served_model_name=config.served_model_name or model.name, **changes)
+    if p:
+        _check_form(resolved.prefill, resolved.decode)
+    _check_memory(resolved, machine, model)
+    return resolved
+
+
+def _resolve_pool(
+    role: str, pool: WorkerConfig, num_workers: int, machine: Machine, model: ModelFacts
+) -> WorkerConfig:
+    engine = pool.engine
+    device = engine.device if engine.device != "auto" else ("cuda" if machine.cuda else "cpu")
+    if device == "cuda" and not machine.cuda:
+        raise ConfigError(f"{role}.device: 'cuda', but there is no CUDA device or torch is for CPU")
+    length = engine.max_model_len or model.max_model_len
+    if length > model.max_model_len:
+        raise ConfigError(
+            f"{role}.max_model_len: {length} is more than the {model.max_model_len} tokens that"
+            f" {model.name} was trained for"
+        )
+    on_cpu = device == "cpu"
+    engine = replace(
+        engine,
+        device=device,
+        # bf16 GEMM on a CPU without such instructions is hundreds of times slower than fp32
+        dtype=("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype,
+        max_model_len=length,
+        threads=engine.threads or max(1, machine.cores // num_workers),
+    )
+    if engine.token_budget:
+        engine = with_chunk_budget(role, engine)
+    engine = replace(engine, kv_blocks=_pool_blocks(role, engine, num_workers, machine, model))
+    transport = _resolve_transport(role, pool.transport, machine)
+    auto_devices = "lo" if machine.one_host else "all"
+    devices = auto_devices if pool.net_devices == "auto" else pool.net_devices
+    return replace(pool, transport=transport, net_devices=devices, engine=engine)
+
+
+def with_chunk_budget(role: str, engine: EngineConfig) -> EngineConfig:
+    """The prompt tokens of a step, unless they were asked for; ``token_budget`` must be known.
+
+    A decode worker computes prompts only when a prefill worker is missing. A quarter of each step
+    for them keeps those going that are being decoded.
+    """
+    if engine.chunk_budget > engine.token_budget:
+        raise ConfigError(
+            f"{role}.chunk_budget: {engine.chunk_budget} is more than the {engine.token_budget}"
+            " tokens of a step (token_budget)"
+        )
+    whole = engine.token_budget
+    part = min(whole, max(whole // 4, engine.block_size)) if role == "decode" else whole
+    return replace(engine, chunk_budget=engine.chunk_budget or part)
+
+
+def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
+    if transport == "memory" and not machine.one_process:
+        raise ConfigError(
+            f"{role}.transport: 'memory' works inside one process only (baton local);"
+            " allowed here are nixl and tcp"
+        )
+    if transport != "auto":
+        return transport
+    one_sided = "nixl" if machine.linux and machine.one_host else "tcp"
+    return "memory" if machine.one_process else one_sided
+
+
+def _pool_blocks(
+    role: str, engine: EngineConfig, num_workers: int, machine: Machine, model: ModelFacts
+) -> int:
+    """Blocks of the pool: what was asked for, or what fits four longest requests and, for short
+    ones, ``MIN_POOL_BLOCKS``; less where memory is short.
+    """
+    longest = -(-engine.max_model_len // engine.block_size)
+    needed = longest + 1  # block 0 is reserved for padding
+    blocks, limit = engine.kv_blocks, "was asked for"
+    if not blocks:
+        share = machine.memory_bytes // max(10, 2 * num_workers)
+        if engine.device == "cuda":
+            share = machine.cuda_bytes // 2 or share
+        blocks = min(max(4 * longest, MIN_POOL_BLOCKS) + 1, share // model.block_bytes(engine))
+        limit = f"is what {share / 2**30:.1f} GiB hold"
+    if blocks < needed:
+        raise ConfigError(
+            f"{role}.kv_blocks: one request of {engine.max_model_len} tokens (max_model_len) needs"
+            f" {needed} blocks of {engine.block_size} tokens, more than the pool's {blocks}, which"
+            f" {limit}; raise kv_blocks to {needed} or lower max_model_len to"
+            f" {max(0, blocks - 1) * engine.block_size}"
+        )
+    return blocks
+
+
+def _check_form(prefill: WorkerConfig, decode: WorkerConfig) -> None:
+    """Blocks must look alike on both sides, and travel over the same transport."""
+    for name, p, d in [
+        ("block_size", prefill.engine.block_size, decode.engine.block_size),
+        ("dtype", prefill.engine.dtype, decode.engine.dtype),
+        ("transport", prefill.transport, decode.transport),
+    ]:
+        if p != d:
+            raise ConfigError(
+                f"prefill.{name}: {p!r} differs from decode.{name}: {d!r}; KV moves between these"
+                " workers, so both must be equal"
+            )
+
+
+def _check_memory(config: AppConfig, machine: Machine, model: ModelFacts) -> None:
+    """The KV pools in main memory together must leave room for weights and the rest."""
+    total = sum(
+        pool.replicas * pool.engine.kv_blocks * model.block_bytes(pool.engine)
+        for _, pool in config.pools()
+        if pool.engine.device == "cpu"
+    )
+    if machine.one_host and total > 0.8 * machine.memory_bytes:
+        pools = ", ".join(
+            f"{role} {pool.replicas} x {pool.engine.kv_blocks} blocks"
+            for role, pool in config.pools()
+        )
+        raise ConfigError(
+            f"the KV pools ({pools}) take {total / 2**30:.1f} GiB of this machine's"
+            f" {machine.memory_bytes / 2**30:.1f} GiB; at most 80% may; lower kv_blocks or replicas"
+        )
