@@ -141,6 +141,10 @@ class BlockPool:
             self._by_name[name] = block
             self._names[block] = name
 
+    def held(self, hold: Hold) -> dict[int, int]:
+        """How often each block is held in this way."""
+        return dict(self._refs[hold])
+
     def check_integrity(self) -> None:
         """Assert that each block is in one place and that names and blocks are one to one."""
         held = set().union(*(refs.keys() for refs in self._refs.values()))

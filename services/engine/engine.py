@@ -4,13 +4,14 @@
 a block that is given back is never written by a step that is still under way.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.hashing import block_hashes
 from services.engine.blocks import BlockPool, Hold
 from services.engine.config import EngineConfig
-from services.engine.scheduler import Output, Plan, Scheduler
+from services.engine.scheduler import MAX_PASSED, Output, Plan, Scheduler
 from services.engine.sequence import Key, SamplingParams, Sequence, Status
 
 
@@ -49,6 +50,7 @@ class Engine:
             config.token_budget,
             config.max_num_seqs,
             config.max_model_len,
+            config.chunk_budget,
         )
         self.stalled = False  # the last step had work but no room: only a command can help
         self._seqs: dict[Key, Sequence] = {}
@@ -67,9 +69,10 @@ class Engine:
         hold: bool = False,
     ) -> None:
         """Queue a sequence to be computed here from its first token on. ``hold``: see
-        :meth:`take_held`.
+        :meth:`take_held`. Blocks may still be in quarantine under the same key.
         """
-        assert not self.knows(key)
+        assert key not in self._seqs
+        assert key not in self._reserved
         seq = Sequence(key, list(ids), num_prompt, params, salt, hold)
         self._seqs[key] = seq
         self.scheduler.add(seq)
@@ -120,6 +123,14 @@ class Engine:
         return ""
 
     # --- producer's side of a hand-off ---------------------------------------------------------
+
+    def sealed_blocks(self, key: Key) -> list[tuple[int, int]]:
+        """``(block, even generation)`` of the full blocks, in order, whose KV a sequence has so
+        far, those from the prefix cache included. It may lose them again: a preemption starts over.
+        """
+        seq = self._seqs[key]
+        full = seq.num_computed // self.config.block_size
+        return [(block, self.pool.generations[block]) for block in seq.blocks[:full]]
 
     def take_held(self, key: Key) -> tuple[list[tuple[int, int]], list[int]]:
         """Lease out a held sequence: ``(block, even generation)`` pairs, and the ids whose KV they
@@ -183,7 +194,31 @@ class Engine:
         self.pool.release(self._quarantined.pop(key), Hold.QUARANTINED)
 
     def check_integrity(self) -> None:
-        """Assert that blocks and sequences agree; when idle, that nothing is held."""
+        """Assert that every active or quarantined block is held by exactly those who count on it,
+        and that the scheduler's sequences are ours.
+        """
         self.pool.check_integrity()
-        if not self._seqs and not self._reserved:
-            assert self.pool.counts()["active"] == 0, "an idle engine holds blocks"
+        active: Counter[int] = Counter()
+        for holder in (*self._seqs.values(), *self._reserved.values()):
+            active.update(holder.blocks)
+        assert active == self.pool.held(Hold.ACTIVE), "blocks and their holders differ"
+        quarantined = Counter(b for blocks in self._quarantined.values() for b in blocks)
+        assert quarantined == self.pool.held(Hold.QUARANTINED), "quarantine differs"
+        assert not self._reserved.keys() & (self._seqs.keys() | self._quarantined.keys())
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        held = [seq for seq in self._seqs.values() if seq.status is Status.HELD]
+        everywhere = Counter(id(seq) for seq in (*waiting, *running, *held))
+        assert everywhere == Counter(map(id, self._seqs.values())), "a sequence is lost or doubled"
+        assert all(seq.status is Status.WAITING for seq in waiting)
+        assert all(seq.status is Status.RUNNING for seq in running)
+        assert len(running) <= self.config.max_num_seqs
+        size = self.config.block_size
+        for seq in self._seqs.values():
+            assert seq.num_computed < seq.num_tokens <= self.config.max_model_len
+            assert seq.num_computed <= len(seq.blocks) * size
+            full = seq.blocks[: seq.num_computed // size]
+            assert all(self.pool.generations[block] % 2 == 0 for block in full), "a full block open"
+            assert seq.num_passed <= MAX_PASSED

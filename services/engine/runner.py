@@ -51,3 +51,8 @@ class ModelRunner:
         """Make block generations visible to peers: opened before, sealed after their writes."""
         self.region.open(self.epoch, opened)
         self.region.seal(self.epoch, sealed, self.checksums)
+        device = self.region.spans.device
+        if sealed and device.type == "cuda":
+            # Whoever hears of these blocks next may let a peer read them: their writes must be over
+            # then, and in a step that samples nothing no one has waited for them yet.
+            torch.cuda.current_stream(device).synchronize()

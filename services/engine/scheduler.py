@@ -2,11 +2,15 @@
 
 There are no phases. A sequence has ``num_tokens`` and ``num_computed``; a step spends a token
 budget on the difference: one token for a sequence that generates, a chunk for one whose prompt is
-not finished. What differs between a prefill, a decode and a mixed worker is only what is sent to
-it.
+not finished. Those with one token to compute come first, and chunks share a budget of their own, so
+that a long prompt never stalls the others. What differs between a prefill, a decode and a mixed
+worker is only what is sent to it.
 
 Preemption is by recompute: the youngest sequence gives its blocks back and starts over, prompt and
 answer so far.
+
+A waiting sequence that finds no room is passed by at most ``MAX_PASSED`` later ones in its life;
+then nobody starts behind it but those that hold blocks already, which give them back.
 """
 
 from collections import deque
@@ -14,6 +18,9 @@ from dataclasses import dataclass
 
 from services.engine.blocks import BlockPool
 from services.engine.sequence import Key, SamplingParams, Sequence, Status
+
+MAX_PASSED = 16
+"""Later sequences that may start while an earlier one waits for room."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,28 @@ class SchedulerStats:
     preemptions: int = 0
 
 
+@dataclass
+class Budget:
+    """What is left to compute in a step. ``chunks`` is the part of it that rows of more than one
+    token may take.
+    """
+
+    tokens: int
+    chunks: int
+
+    def allows(self, seq: Sequence) -> bool:
+        """Whether the sequence could compute something."""
+        return self.tokens > 0 and (seq.num_lacking == 1 or self.chunks > 0)
+
+    def take(self, count: int) -> int:
+        """Spend up to ``count`` tokens of one sequence; returns how many."""
+        if count > 1:
+            count = min(count, self.tokens, self.chunks)
+            self.chunks -= count
+        self.tokens -= count
+        return count
+
+
 class Scheduler:
     """Decides over the sequences of one engine; owns their order, not their blocks' contents."""
 
@@ -78,10 +107,12 @@ class Scheduler:
         token_budget: int,
         max_num_seqs: int,
         max_model_len: int,
+        chunk_budget: int = 0,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.token_budget = token_budget
+        self.chunk_budget = min(chunk_budget or token_budget, token_budget)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.waiting: deque[Sequence] = deque()
@@ -117,20 +148,19 @@ class Scheduler:
         seq.status = Status.FINISHED
 
     def schedule(self, now: float) -> Plan:
-        """Spend the token budget: first on running sequences, oldest first, then on waiting ones in
-        order.
+        """Spend the token budget: on running sequences with one token to compute, oldest first,
+        then on chunks of the others, then on waiting ones in order.
         """
-        budget = self.token_budget
+        budget = Budget(self.token_budget, self.chunk_budget)
         rows: list[Row] = []
-        index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            count = min(seq.num_tokens - seq.num_computed, budget)
-            if not self._grow(seq, seq.num_computed + count):
-                break  # seq was the youngest and preempted itself; nobody runs behind it
-            rows.append(self._row(seq, count))
-            budget -= count
-            index += 1
+        chunked = [seq for seq in self.running if seq.num_lacking > 1]
+        for seq in [seq for seq in self.running if seq.num_lacking == 1]:
+            # A younger one may have been preempted for an older one's sake.
+            if budget.tokens > 0 and seq.status is Status.RUNNING and self._grow(seq):
+                rows.append(self._row(seq, budget.take(1)))
+        for seq in chunked:  # they have had blocks for all their tokens since they started
+            if seq.status is Status.RUNNING and budget.allows(seq):
+                rows.append(self._row(seq, budget.take(seq.num_lacking)))
         rows += self._admit(budget, now)
         while not rows and (holder := self._holder_behind_first()):
             # Nothing runs, so nobody else will make room for the first in the queue.
@@ -168,11 +198,11 @@ class Scheduler:
 
     # --- schedule ------------------------------------------------------------------------------
 
-    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give a running sequence blocks for ``num_tokens``; False when it had to be preempted
+    def _grow(self, seq: Sequence) -> bool:
+        """Give a running sequence blocks for all its tokens; False when it had to be preempted
         itself.
         """
-        need = self.blocks_for(num_tokens) - len(seq.blocks)
+        need = self.blocks_for(seq.num_tokens) - len(seq.blocks)
         while need > self.pool.num_available:
             victim = self._victim()
             self._preempt(victim)
@@ -184,27 +214,34 @@ class Scheduler:
             seq.blocks += blocks
         return True
 
-    def _admit(self, budget: int, now: float) -> list[Row]:
-        """Start waiting sequences in order. Behind one that finds no room only those start that
-        hold blocks already: they will give them back.
+    def _admit(self, budget: Budget, now: float) -> list[Row]:
+        """Start waiting sequences in order, as far as seats, budget and room go.
+
+        Behind one that may not start only those start that hold blocks already: they will give them
+        back. Behind one that finds no room, a few others as well, see ``MAX_PASSED``.
         """
         rows: list[Row] = []
-        no_room = False
+        passed: list[Sequence] = []  # those that found no room
+        closed = False  # to those that hold no blocks
         for seq in list(self.waiting):
-            if budget == 0 or len(self.running) >= self.max_num_seqs:
+            if budget.tokens == 0 or len(self.running) >= self.max_num_seqs:
                 break
-            if no_room and not seq.blocks:
+            if closed and not seq.blocks:
+                continue
+            if not budget.allows(seq):
+                closed = True
                 continue
             if not self._try_admit(seq):
-                no_room = True
-                continue
-            self.waiting.remove(seq)
-            seq.status = Status.RUNNING
-            seq.started = seq.started or now
-            self.running.append(seq)
-            count = min(seq.num_tokens - seq.num_computed, budget)
-            rows.append(self._row(seq, count))
-            budget -= count
+                passed.append(seq)
+            else:
+                self.waiting.remove(seq)
+                seq.status = Status.RUNNING
+                seq.started = seq.started or now
+                self.running.append(seq)
+                rows.append(self._row(seq, budget.take(seq.num_lacking)))
+                for other in passed:
+                    other.num_passed += 1
+            closed = closed or any(other.num_passed >= MAX_PASSED for other in passed)
         return rows
 
     def _holder_behind_first(self) -> Sequence | None:

@@ -56,12 +56,18 @@ class Sequence:
     names: list[bytes] = field(default_factory=list)  # of full blocks, a chain
     status: Status = Status.WAITING
     preempted: int = 0
+    num_passed: int = 0  # later sequences that started while this one waited for room
     started: float = 0.0  # when it was first scheduled, on the caller's clock
 
     @property
     def num_tokens(self) -> int:
         """All tokens so far, prompt and answer."""
         return len(self.ids)
+
+    @property
+    def num_lacking(self) -> int:
+        """Tokens whose KV is still to be computed; one when only the next token is."""
+        return len(self.ids) - self.num_computed
 
     @property
     def num_generated(self) -> int:

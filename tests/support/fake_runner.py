@@ -47,9 +47,16 @@ def naive(ids: Sequence[int], num_prompt: int, params: SamplingParams, max_len: 
 class FakeRunner:
     """Asserts that each row's blocks are its own to write, and hold what it attends to."""
 
-    def __init__(self, block_size: int, token_budget: int = 1 << 30, max_rows: int = 1 << 30):
+    def __init__(
+        self,
+        block_size: int,
+        token_budget: int = 1 << 30,
+        max_rows: int = 1 << 30,
+        chunk_budget: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.token_budget = token_budget
+        self.chunk_budget = chunk_budget or token_budget
         self.max_rows = max_rows
         self.kv: dict[int, dict[int, Slot]] = {}
         self.generations: dict[int, int] = {}  # as published
@@ -88,6 +95,7 @@ class FakeRunner:
         assert len(plan.rows) <= self.max_rows
         assert len({row.key for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
         assert sum(len(row.ids) for row in plan.rows) <= self.token_budget
+        assert sum(len(row.ids) for row in plan.rows if len(row.ids) > 1) <= self.chunk_budget
         written: set[int] = set()
         for row in plan.rows:
             assert row.ids

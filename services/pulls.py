@@ -1,0 +1,110 @@
+"""What a decode worker knows of the pulls that fill one reservation (pure).
+
+A block of the reservation that the prefix cache did not have is in one of these states::
+
+    missing ──start──► on its way ──Arrived──► there (verified)
+       ▲                 │   └──failed or aborted, not settled──► lost, until Settled
+       └─failed, settled─┘
+
+Each pull has a number; several may be in flight, never two for one block. The reservation's blocks
+may be used by others only once :attr:`Intake.settled` holds: no pull can write to any of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
+from kvtransfer.ticket import AgentCard, Ticket
+from services.engine.sequence import Key
+
+
+class Pulls(Protocol):
+    """The part of :class:`kvtransfer.puller.Puller` that is used here."""
+
+    def pull(
+        self,
+        key: bytes,
+        ticket: Ticket,
+        peer: AgentCard,
+        pairs: Sequence[tuple[int, int]],
+        deadline: float,
+    ) -> None: ...
+
+    def abort(self, key: bytes) -> None: ...
+
+    def forget(self, peer: AgentCard) -> None: ...
+
+
+@dataclass
+class PullStats:
+    """Counters since the start."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+    early_blocks: int = 0  # of num_blocks, those that came before the ticket
+    failed: int = 0  # requests
+    failed_parts: int = 0  # early pulls that came to nothing; they cost no request
+    wrong_parts: int = 0  # TicketParts that were not for their request
+
+
+class Intake:
+    """The pulls of one request, by number."""
+
+    def __init__(self, num_blocks: int, num_cached: int) -> None:
+        self.num_blocks = 0  # that came by pulls
+        self.num_bytes = 0
+        self._missing = set(range(num_cached, num_blocks))  # indexes into the reservation
+        self._on_their_way: dict[int, tuple[int, ...]] = {}
+        self._lost: set[int] = set()  # pulls whose outcome was told, but not Settled
+        self._started = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Blocks that no pull has brought or is bringing, in order."""
+        return sorted(self._missing)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Pulls whose outcome is open."""
+        return list(self._on_their_way)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no pull can write to the blocks any more."""
+        return not self._on_their_way and not self._lost
+
+    def start(self, indexes: Sequence[int]) -> int:
+        """A pull of these missing blocks begins; returns its number."""
+        assert self._missing.issuperset(indexes)
+        number = self._started
+        self._started += 1
+        self._missing.difference_update(indexes)
+        self._on_their_way[number] = tuple(indexes)
+        return number
+
+    def on_event(self, number: int, event: Event) -> None:
+        """The puller's word on one of these pulls."""
+        if isinstance(event, Settled):
+            self._lost.remove(number)
+            return
+        indexes = self._on_their_way.pop(number)
+        match event:
+            case Arrived(num_bytes=num_bytes):
+                self.num_blocks += len(indexes)
+                self.num_bytes += num_bytes
+            case PullFailed(settled=True) | PullAborted(settled=True):
+                self._missing.update(indexes)
+            case _:
+                self._lost.add(number)
+
+
+def pull_key(key: Key, number: int) -> bytes:
+    """Names a pull for the puller: request id, attempt, number."""
+    return key[0] + key[1].to_bytes(4, "big") + number.to_bytes(4, "big")
+
+
+def split_pull_key(data: bytes) -> tuple[Key, int]:
+    """The inverse of :func:`pull_key`."""
+    key = (data[:-8], int.from_bytes(data[-8:-4], "big"))
+    return key, int.from_bytes(data[-4:], "big")
