@@ -98,21 +98,21 @@ class Exporter:
         now: float,
     ) -> Export:
         """Lease sealed ``(block id, generation)`` pairs to ``owner`` and sign their ticket."""
-        assert all(generation % 2 == 0 for _, generation in blocks), "an unsealed block"
-        ticket = Ticket(
-            ticket_id=self._new_id(TICKET_ID_BYTES),
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            block_ids=tuple(block for block, _ in blocks),
-            generations=tuple(generation for _, generation in blocks),
-            fingerprint=self._fingerprint,
-            num_tokens=num_tokens,
-            prefix=prefix,
-        )
+        ticket = self._ticket(0, blocks, num_tokens, prefix)
         assert ticket.ticket_id not in self._leases
         self._leases[ticket.ticket_id] = _Lease(owner, list(ticket.block_ids), now + self.lease_s)
         self._exported += 1
         return Export(ticket.ticket_id, ticket.sign(self._secret), self.lease_s)
+
+    def sign_part(
+        self, first_block: int, blocks: Sequence[tuple[int, int]], num_tokens: int, prefix: bytes
+    ) -> bytes:
+        """Sign a ticket without a lease, for sealed blocks of a sequence that is still computed.
+
+        It reaches from block ``first_block`` to the end of ``num_tokens``. Whoever gives the blocks
+        up meanwhile need not care: then their seals differ.
+        """
+        return self._ticket(first_block, blocks, num_tokens, prefix).sign(self._secret)
 
     def renew(self, ticket_ids: Sequence[bytes], now: float) -> list[bytes]:
         """Extend leases; returns those that are over or unknown. Never revives one."""
@@ -146,6 +146,22 @@ class Exporter:
     def check_integrity(self) -> None:
         """Every ticket is leased, released or expired: assert it."""
         assert self._exported == len(self._leases) + sum(self._ended.values())
+
+    def _ticket(
+        self, first_block: int, blocks: Sequence[tuple[int, int]], num_tokens: int, prefix: bytes
+    ) -> Ticket:
+        assert all(generation % 2 == 0 for _, generation in blocks), "an unsealed block"
+        return Ticket(
+            ticket_id=self._new_id(TICKET_ID_BYTES),
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            block_ids=tuple(block for block, _ in blocks),
+            generations=tuple(generation for _, generation in blocks),
+            fingerprint=self._fingerprint,
+            num_tokens=num_tokens,
+            prefix=prefix,
+            first_block=first_block,
+        )
 
     def _end(self, ticket_id: bytes, status: LeaseStatus) -> list[int]:
         self._ended[status] += 1

@@ -6,47 +6,36 @@ One pull per key, in the puller's thread::
                  │  │                    │  │
                  │  └──read failed───────┼──┴──or a stamp differs──────────────► PullFailed, settled
                  │                       │
-                 └──abort, or deadline───┴──► DRAINING ──read settled──► Settled
+                 └──abort, no progress,──┴──► DRAINING ──read settled──► Settled
+                    or deadline
                      (PullAborted or PullFailed, not settled, at once)
 
 Each start gives exactly one of Arrived, PullFailed, PullAborted; each of these that was not settled
 is followed by exactly one Settled. Until then a read may still write the local blocks, so their
 owner keeps them in quarantine.
 
+A read that never settles would keep them for ever. So when one that was given up has not settled
+for ``settle_s``, or such reads hold more than a quarter of the pool, the transport is closed, which
+settles everything, and another one is built in its place. Pulls that are still wanted start again
+there; nobody hears of it but by :attr:`Importer.rebuild_count`. Peers cannot read the local pool
+meanwhile: a consumer is not read by others.
+
 Knows no clock (time is an argument), no sockets, no tensors, no requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from kvtransfer.errors import KVTransferError, TicketError, TransportError
-from kvtransfer.layout import Stamp
 from kvtransfer.ticket import AgentCard, Ticket
 from kvtransfer.transport import Completion, Part, Status, Transport
+from kvtransfer.verify import BlockMemory, first_difference
 
-
-class BlockMemory(Protocol):
-    """What a pull needs of the local pool; :class:`kvtransfer.region.Region` has it."""
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes that move per block."""
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero trailers and staged seals."""
-
-    def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
-        """What the blocks' trailers say."""
-
-    def staged_seals(self, blocks: Sequence[int]) -> list[Stamp]:
-        """What the producer's seals said, read after the data."""
-
-    def checksum(self, blocks: Sequence[int]) -> list[int]:
-        """Sum of each block's KV."""
+_MAX_DRAINING_SHARE = 0.25  # of the pool, in reads that were given up
+_DRAINING_GRACE_S = 1.0  # a read that is merely slow settles by itself; not counted until then
 
 
 @dataclass(frozen=True)
@@ -105,6 +94,8 @@ class _Pull:
     deadline: float
     status: PullStatus = PullStatus.KV_IN_FLIGHT
     handle: int = -1  # of the one read in flight; -1 before it was started
+    moved: int = -1  # what the transport last said of its progress
+    since: float | None = None  # of the last progress, or of draining; None until the next poll
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -119,11 +110,28 @@ class _Pull:
 class Importer:
     """The pulls of one consumer. Used from the one thread that also owns the transport."""
 
-    def __init__(self, memory: BlockMemory, transport: Transport, checksums: bool = False) -> None:
+    def __init__(
+        self,
+        memory: BlockMemory,
+        transport: Transport,
+        checksums: bool = False,
+        stall_s: float = 5.0,
+        build: Callable[[int], Transport] | None = None,
+        settle_s: float = 60.0,
+    ) -> None:
+        """``stall_s``: a pull of which nothing arrives for so long has failed.
+
+        ``build(n)`` opens the n-th transport in place of ``transport``, n from 1, and registers the
+        same memory; what it raises ends this importer. Without it reads are waited for for ever.
+        """
         self.stray_count = 0  # completions of reads that nobody waits for: unknown or repeated
+        self.rebuild_count = 0
         self.transport = transport
         self._memory = memory
         self._checksums = checksums
+        self._stall_s = stall_s
+        self._build = build
+        self._settle_s = settle_s
         self._pulls: dict[int, _Pull] = {}  # by the handle of the read in flight
         self._live: dict[bytes, _Pull] = {}  # those of them that still owe their outcome
         self._leaving: list[AgentCard] = []  # peers to forget once their reads are settled
@@ -151,6 +159,7 @@ class Importer:
     ) -> None:
         """Pull ``(index into the ticket's blocks, local block)`` pairs until ``deadline``.
 
+        The indices of a part's ticket are its own: they begin at 0, whatever its ``first_block``.
         Every outcome comes from :meth:`poll`. ``key`` is free again once its outcome was told and,
         if that was not settled, Settled as well.
         """
@@ -160,15 +169,7 @@ class Importer:
             self._tell(Arrived(key, (), 0))
             return
         pull = self._live[key] = _Pull(key, ticket, peer, tuple(pairs), deadline)
-        try:
-            _check_pull(pull)
-            self._memory.clear(pull.blocks)
-            self.transport.connect(peer)
-            pull.handle = self.transport.pull(peer, Part.KV, pull.reads)
-        except KVTransferError as error:
-            self._fail(pull, str(error))
-        else:
-            self._pulls[pull.handle] = pull
+        self._read_kv(pull)
 
     def abort(self, key: bytes) -> None:
         """Give a pull up. Ignored when its outcome is decided already."""
@@ -179,16 +180,17 @@ class Importer:
 
     def poll(self, now: float) -> list[Event]:
         """Follow the reads and the deadlines; returns what happened since the last call."""
-        for completion in self.transport.poll():
-            pull = self._pulls.pop(completion.handle, None)
-            if pull is None:
-                self.stray_count += 1
-            else:
-                self._on_settled(pull, completion)
-        for pull in [p for p in self._live.values() if p.deadline <= now]:
-            reason = f"the pull's deadline passed with the {pull.status.value}"
-            self._tell(PullFailed(pull.key, pull.blocks, reason, settled=False))
-            self._drain(pull)
+        while completions := self.transport.poll():  # again: what was posted may be done already
+            for completion in completions:
+                pull = self._pulls.pop(completion.handle, None)
+                if pull is None:
+                    self.stray_count += 1
+                else:
+                    self._on_settled(pull, completion)
+        for pull in list(self._pulls.values()):
+            self._watch(pull, now)
+        if self._must_rebuild(now):
+            self._rebuild()
         if self._leaving:
             self._forget_idle()
         events, self._events = self._events, []
@@ -204,8 +206,7 @@ class Importer:
             del self._live[pull.key]
             self._tell(PullFailed(pull.key, pull.blocks, reason, settled))
         if settled:
-            draining = [p for p in self._pulls.values() if p.status is PullStatus.DRAINING]
-            self._events += [Settled(pull.key, pull.blocks) for pull in draining]
+            self._settle_draining()
         self._pulls.clear()
         events, self._events = self._events, []
         return events
@@ -230,19 +231,49 @@ class Importer:
         else:
             self._verify(pull)
 
+    def _read_kv(self, pull: _Pull) -> None:
+        """→ KV_IN_FLIGHT, from the start or again after a rebuild."""
+        try:
+            _check_pull(pull)
+            self._memory.clear(pull.blocks)
+            self.transport.connect(pull.peer)
+            self._follow(pull, Part.KV, PullStatus.KV_IN_FLIGHT)
+        except KVTransferError as error:
+            self._fail(pull, str(error))
+
     def _read_seals(self, pull: _Pull) -> None:
         """KV_IN_FLIGHT → SEALS_IN_FLIGHT: a seal proves something only if read after the data."""
         try:
-            pull.handle = self.transport.pull(pull.peer, Part.SEALS, pull.reads)
+            self._follow(pull, Part.SEALS, PullStatus.SEALS_IN_FLIGHT)
         except KVTransferError as error:
             self._fail(pull, str(error))
-            return
-        pull.status = PullStatus.SEALS_IN_FLIGHT
+
+    def _follow(self, pull: _Pull, part: Part, status: PullStatus) -> None:
+        """Post the next read of ``pull``; raises what the transport raises."""
+        pull.handle = self.transport.pull(pull.peer, part, pull.reads)
+        pull.status, pull.moved, pull.since = status, -1, None
         self._pulls[pull.handle] = pull
+
+    def _watch(self, pull: _Pull, now: float) -> None:
+        """Note progress; give up what makes none, or is past its deadline."""
+        if pull.status is PullStatus.DRAINING:
+            pull.since = now if pull.since is None else pull.since
+            return
+        moved = self.transport.moved(pull.handle)
+        if pull.since is None or moved != pull.moved:
+            pull.moved, pull.since = moved, now
+        if pull.deadline <= now:
+            reason = f"the pull's deadline passed with the {pull.status.value}"
+        elif pull.since + self._stall_s <= now:
+            reason = f"nothing arrived for {self._stall_s:g} s with the {pull.status.value}"
+        else:
+            return
+        self._tell(PullFailed(pull.key, pull.blocks, reason, settled=False))
+        self._drain(pull)
 
     def _verify(self, pull: _Pull) -> None:
         """SEALS_IN_FLIGHT → arrived or failed."""
-        reason = self._first_difference(pull)
+        reason = first_difference(pull.ticket, pull.pairs, self._memory, self._checksums)
         if reason:
             self._fail(pull, reason)
             return
@@ -255,7 +286,7 @@ class Importer:
 
     def _drain(self, pull: _Pull) -> None:
         """→ DRAINING, after the outcome was told; Settled follows from :meth:`poll`."""
-        pull.status = PullStatus.DRAINING
+        pull.status, pull.since = PullStatus.DRAINING, None
         del self._live[pull.key]
         self.transport.abandon(pull.handle)
 
@@ -263,25 +294,39 @@ class Importer:
         self._told += 1
         self._events.append(outcome)
 
-    # --- checks ---
+    # --- a transport that does not settle ---
 
-    def _first_difference(self, pull: _Pull) -> str:
-        """Why the blocks are not those of the ticket; empty when they are."""
-        ticket, blocks = pull.ticket, pull.blocks
-        trailers = self._memory.trailers(blocks)
-        seals = self._memory.staged_seals(blocks)
-        for (index, _), trailer, seal in zip(pull.pairs, trailers, seals, strict=True):
-            remote, generation = ticket.block_ids[index], ticket.generations[index]
-            sealed = (ticket.epoch, generation)
-            if (trailer.epoch, trailer.generation, trailer.block_id) != (*sealed, remote):
-                return f"block {remote} of {ticket.worker_id} is not the ticket's: {trailer}"
-            if (seal.epoch, seal.generation) != sealed:
-                return f"block {remote} of {ticket.worker_id} was reused meanwhile: {seal}"
-        if self._checksums:
-            for trailer, found in zip(trailers, self._memory.checksum(blocks), strict=True):
-                if trailer.checksum not in (0, found):
-                    return f"block {trailer.block_id} arrived damaged: its checksum differs"
-        return ""
+    def _must_rebuild(self, now: float) -> bool:
+        """Whether reads that were given up hold too much, or too long."""
+        if self._build is None:
+            return False
+        draining = [
+            (pull.since, len(pull.pairs))
+            for pull in self._pulls.values()
+            if pull.status is PullStatus.DRAINING
+            and pull.since is not None
+            and pull.since + _DRAINING_GRACE_S <= now
+        ]
+        num_blocks = sum(blocks for _, blocks in draining)
+        return num_blocks > _MAX_DRAINING_SHARE * self._memory.num_blocks or any(
+            since + self._settle_s <= now for since, _ in draining
+        )
+
+    def _rebuild(self) -> None:
+        """Close the transport, which settles every read, and go on with another one."""
+        assert self._build is not None
+        self.transport.close()
+        self._settle_draining()
+        self._pulls.clear()
+        self._leaving.clear()  # the other one knows nobody yet
+        self.transport = self._build(self.rebuild_count + 1)
+        self.rebuild_count += 1
+        for pull in list(self._live.values()):
+            self._read_kv(pull)
+
+    def _settle_draining(self) -> None:
+        draining = [p for p in self._pulls.values() if p.status is PullStatus.DRAINING]
+        self._events += [Settled(pull.key, pull.blocks) for pull in draining]
 
     def _forget_idle(self) -> None:
         busy = {(p.peer.worker_id, p.peer.epoch) for p in self._pulls.values()}

@@ -62,6 +62,10 @@ class MemoryTransport:
         done, self._done = self._done, []
         return done
 
+    def moved(self, handle: int) -> int:
+        """Nothing more: the copy is over."""
+        return 0
+
     def abandon(self, handle: int) -> None:
         """Nothing to end: the copy is over."""
 

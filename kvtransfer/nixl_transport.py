@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,41 +40,61 @@ _PROGRESS_US = 10_000
 # piece a long prompt's KV would stop the engine's thread for 50 ms.
 _POST_BYTES = 4 * 1024 * 1024
 
+_MAX_GONE = 1024  # dead incarnations that are remembered until they are forgotten
 
-@dataclass(frozen=True)
+_environment = threading.Lock()
+
+
+@dataclass
 class _Peer:
     agent: str  # its name in NIXL
     sides: dict[Part, int]  # prepared lists of its blocks
+    finished: int = 0  # posts whose bytes are here
 
 
 @dataclass
 class _Read:
     peer: tuple[str, int]
+    source: _Peer
     handles: list[int]  # NIXL's, those that are not over
     failure: str = ""
 
 
 class NixlTransport:
-    """A NIXL agent with the UCX backend, for one incarnation of a worker."""
+    """A NIXL agent with the UCX backend, for one incarnation of a worker.
+
+    After :meth:`close` another one takes its place under the next ``build``: a name is not used
+    twice, so that no peer mistakes one for the other.
+    """
 
     name = "nixl"
 
-    def __init__(self, worker_id: str, epoch: int, net_devices: str = "lo") -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        net_devices: str = "lo",
+        ucx_tls: str = "auto",
+        build: int = 0,
+    ) -> None:
         """``net_devices``: the network devices for UCX ("mlx5_0:1,mlx5_1:1", "eth0", "all").
 
         The default is for workers of one host, which then meet over shared memory: UCX would
-        otherwise listen on every interface. Shared memory needs no device.
+        otherwise listen on every interface. Shared memory needs no device. ``ucx_tls``: what UCX
+        may use ("tcp", "rc,sm"); "auto" leaves it to UCX.
         """
-        self._agent_name = f"{worker_id}-{epoch:016x}"
-        # UCX takes its settings from the environment, when its library opens the devices.
-        os.environ["UCX_NET_DEVICES"] = net_devices
+        self._agent_name = f"{worker_id}-{epoch:016x}" + (f"-{build}" if build else "")
         self._net_devices = net_devices
-        self._nixl, self._agent = self._create_agent()
+        settings = {"UCX_NET_DEVICES": net_devices}
+        if ucx_tls != "auto":
+            settings["UCX_TLS"] = ucx_tls
+        with _environ(settings):
+            self._nixl, self._agent = self._create_agent()
         self._region: Region | None = None
         self._registered: Any = None
         self._sides: dict[Part, int] = {}
         self._peers: dict[tuple[str, int], _Peer] = {}
-        self._gone: set[tuple[str, int]] = set()
+        self._gone: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._reads: dict[int, _Read] = {}
         self._next_handle = 0
 
@@ -160,7 +183,7 @@ class NixlTransport:
         check_blocks(blocks, peer.num_blocks, self._region.num_blocks)
         handles = self._prepare_reads(known, part, blocks)
         self._next_handle += 1
-        read = self._reads[self._next_handle] = _Read(key, handles)
+        read = self._reads[self._next_handle] = _Read(key, known, handles)
         self._follow(read, self._agent.postXferReq)
         return self._next_handle
 
@@ -175,6 +198,11 @@ class NixlTransport:
                 completions.append(Completion(number, status, read.failure))
         return completions
 
+    def moved(self, handle: int) -> int:
+        """Posts that this peer has answered: reads from it wait behind each other."""
+        read = self._reads.get(handle)
+        return read.source.finished if read else 0
+
     def abandon(self, handle: int) -> None:
         """Nothing: releasing a handle does not keep its bytes from landing."""
 
@@ -183,6 +211,7 @@ class NixlTransport:
         key = (peer.worker_id, peer.epoch)
         if any(read.peer == key for read in self._reads.values()):
             raise TransportError(f"{peer.worker_id} has reads in flight")
+        self._gone.pop(key, None)
         known = self._peers.pop(key, None)
         if known is None:
             return
@@ -253,7 +282,7 @@ class NixlTransport:
             try:
                 state = ask(handle)
             except self._nixl.nixlRemoteDisconnectError:
-                self._gone.add(read.peer)
+                self._note_gone(read.peer)
                 read.failure = f"{read.peer[0]} disconnected during a nixl read"
             except Exception as error:
                 self._keep_unsettled(read, f"{type(error).__name__}: {error}")
@@ -264,8 +293,14 @@ class NixlTransport:
                 if state != self._nixl.NIXL_SUCCESS:
                     self._keep_unsettled(read, str(state))
                     continue
+                read.source.finished += 1
             read.handles.remove(handle)
             _quietly("release a read", self._agent.releaseXferReq, handle)
+
+    def _note_gone(self, peer: tuple[str, int]) -> None:
+        self._gone[peer] = None
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
 
     def _keep_unsettled(self, read: _Read, error: str) -> None:
         """An error that proves nothing: the request stays, and is asked again."""
@@ -279,6 +314,22 @@ class NixlTransport:
             f"{self._agent_name}, the network devices are {self._net_devices!r}: check that they "
             "exist on both hosts (ucx_info -d), or choose the tcp transport"
         )
+
+
+@contextmanager
+def _environ(settings: dict[str, str]) -> Iterator[None]:
+    """UCX takes its settings from the environment while a backend is created, and only then."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _quietly(what: str, act: Callable[..., object], *args: object) -> None:

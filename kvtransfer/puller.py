@@ -22,17 +22,19 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_S = 0.0002  # between polls, doubling while nothing happens
 _LONGEST_WAIT_S = 0.001
 _LONGEST_DRAINING_WAIT_S = 0.05  # nobody waits for these but the quarantine
+_IDLE_WAIT_S = 1.0  # between signs of life
 
 
 class Puller:
     """Runs an :class:`Importer` in a daemon thread of its own; all methods are thread-safe.
 
     ``on_events`` is called in that thread and must not block. When something fails in the thread,
-    the transport is closed, ``failure`` says why, and what was in flight and every later pull is
+    also the attempt to replace a transport that does not settle, the transport is closed, ``failure`` says why, and what was in flight and every later pull is
     reported as failed. After :meth:`close` nothing is reported any more.
     """
 
     failure = ""
+    beats = 0  # rises each second, or the thread hangs
 
     def __init__(
         self,
@@ -46,6 +48,11 @@ class Puller:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
         self._thread.start()
+
+    @property
+    def rebuild_count(self) -> int:
+        """How often the transport was replaced, since reads of the old one did not settle."""
+        return self._importer.rebuild_count
 
     def pull(
         self,
@@ -88,9 +95,10 @@ class Puller:
         """Commands and polls, until the command None."""
         wait_s = _FIRST_WAIT_S
         while True:
+            self.beats += 1
             busy = self._importer.num_unsettled > 0
             try:
-                command = self._commands.get(timeout=wait_s if busy else None)
+                command = self._commands.get(timeout=wait_s if busy else _IDLE_WAIT_S)
             except queue.Empty:
                 idle = True
             else:

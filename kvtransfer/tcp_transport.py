@@ -56,6 +56,7 @@ class _Read:
     ) -> None:
         self.peer = peer
         self.sock = sock
+        self.received = 0  # bytes
         self._request = Buffers([memoryview(request)])
         self._head = bytearray(ANSWER.size)
         self._head_buffers = Buffers([memoryview(self._head)])
@@ -86,6 +87,7 @@ class _Read:
         num_bytes = self.sock.recvmsg_into(buffers.head())[0]
         if num_bytes == 0:
             raise _Failed("the peer closed the connection")
+        self.received += num_bytes
         buffers.advance(num_bytes)
 
     def _on_head(self) -> None:
@@ -166,6 +168,11 @@ class TcpTransport:
             self._step(handle)
         ended, self._ended = self._ended, []
         return ended
+
+    def moved(self, handle: int) -> int:
+        """Bytes that have come."""
+        read = self._reads.get(handle)
+        return read.received if read else 0  # 0: over, and about to be reported
 
     def abandon(self, handle: int) -> None:
         """Close the socket of a read: nothing of it can land any more."""

@@ -61,6 +61,12 @@ class Transport(Protocol):
     def poll(self) -> list[Completion]:
         """Reads that ended since the last call. Never blocks."""
 
+    def moved(self, handle: int) -> int:
+        """A number that grows while bytes of this read arrive, or others that it waits behind.
+
+        Only for a handle that :meth:`poll` has not reported. Never blocks.
+        """
+
     def abandon(self, handle: int) -> None:
         """The bytes of this read are not wanted: end it early where that is possible.
 

@@ -44,6 +44,7 @@ PURE = [
     "kvtransfer/errors.py",
     "kvtransfer/exporter.py",
     "kvtransfer/importer.py",
+    "kvtransfer/verify.py",
     "kvtransfer/transport.py",
     "router/policy.py",
     "router/admission.py",

@@ -29,6 +29,7 @@ CARD = AgentCard("p-0", EPOCH, b"layout", 64, "scripted", b"")
 class PlainMemory:
     """Stamps and data of a pool, as :class:`kvtransfer.region.Region` keeps them in tensors."""
 
+    num_blocks = 64
     span_bytes = 100
 
     def __init__(self) -> None:
@@ -100,6 +101,9 @@ class ScriptedTransport:
     def poll(self) -> list[Completion]:
         completions, self.completions = self.completions, []
         return completions
+
+    def moved(self, handle: int) -> int:
+        return 0
 
     def abandon(self, handle: int) -> None:
         self.abandoned.append(handle)

@@ -23,6 +23,7 @@ PATIENCE_S = 20.0
 class Memory:
     """Always holds what the ticket says."""
 
+    num_blocks = 64
     span_bytes = 100
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -70,6 +71,9 @@ class Transport:
             raise self.breaks
         ended, self._ended = self._ended, []
         return ended
+
+    def moved(self, handle: int) -> int:
+        return 0
 
     def abandon(self, handle: int) -> None:
         self._ended.append(Completion(handle, Status.FAILED, "given up"))
