@@ -260,7 +260,7 @@ class Worker:
         self.roles.flush(self.now)
 
     def land(self) -> None:
-        """All that is posted lands; what the worker makes of it. Twice: the data, then the seals."""
+        """All that is posted lands, and is looked after: the data, then the seals."""
         for _ in range(2):
             self.reads.land()
             self.poll()

@@ -1,0 +1,235 @@
+"""When a block may go to somebody else, and what happens when it goes too early."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvtransfer.hashing import block_hashes, pack_ids
+from router import wire
+from services.engine.engine import Engine, Reservation
+from services.engine.scheduler import Plan, Scheduler
+from services.engine.sequence import Key
+from services.engine_loop import EngineLoop
+from tests.guards.rig import ASKED, OTHER, SAMPLING, Answer, Worker, right
+from tests.support.worker_box import RecordingLink
+
+WAIT_S = 20.0
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_late_bytes_of_an_aborted_pull_reach_nobody(
+    guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B001: quarantine. The client has gone in the middle of its pull; the blocks look free, but
+    the read is still under way when another prompt is computed in them.
+    """
+    if not guarded:  # an abort frees at once
+        monkeypatch.setattr(Engine, "quarantine", Engine.abort)
+        monkeypatch.setattr(Engine, "settle", lambda self, key: None)
+    p, d = Worker("p", 7, blocks=5), Worker("d", 9, blocks=4)
+    gone, other = Answer(ASKED), Answer(OTHER, b"other")
+    gone.ticket(d, p)
+    gone.decode(d, p)
+    d.say(wire.Abort(gone.request, gone.attempt))
+    d.poll()
+    assert d.engine.pool.counts()["quarantined"] == (2 if guarded else 0)
+
+    other.decode(d)  # computed here: needs two of three blocks
+    d.step(2)
+    d.reads.land()  # the late bytes
+    d.poll()
+    other.finish(d)
+
+    assert other.finished
+    assert (other.tokens == right(OTHER)) is guarded
+    if guarded:
+        d.check_idle()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_the_end_of_a_read_releases_nothing(guarded: bool) -> None:
+    """Only the router releases, and only after Pulled. A producer that takes the end of the read
+    for the end of the hand-off gives its blocks away before they are verified: then a hand-off
+    fails with which nothing was wrong.
+    """
+    p, d = Worker("p", 7, blocks=3), Worker("d", 9, blocks=4)
+    asked, other = Answer(ASKED), Answer(OTHER, b"other")
+    asked.ticket(d, p)
+    other.prefill(p)  # waits for room at P
+    if not guarded:
+        d.reads.on_read = lambda: asked.release(p)
+    asked.decode(d, p)
+    d.reads.land()  # the data
+    p.step()
+    d.poll()
+    d.land()  # the seals
+    asked.hear(d)
+
+    if guarded:
+        assert asked.pulled
+        asked.release(p)
+        asked.finish(d)
+        assert asked.tokens == right(ASKED)
+    else:
+        assert "was reused meanwhile" in asked.failures[0].message
+        assert not asked.pulled
+    p.run()
+    other.hear(p)
+    other.release(p)
+    p.check_idle()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_kv_is_shared_only_once_it_is_verified(
+    guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B037: a pull that brought nothing fails, and several requests begin with the same prompt. If
+    its blocks had a name in the prefix cache from the start, all of them would read what lies
+    there.
+    """
+    p, d = Worker("p", 7, blocks=5), Worker("d", 9, blocks=4)
+    Answer(OTHER, b"before").hand_off(d, p)
+    if not guarded:
+        monkeypatch.setattr(Engine, "reserve", naming(Engine.reserve))
+
+    asked = Answer(ASKED)
+    d.reads.fault = lambda pairs: []
+    asked.ticket(d, p)
+    asked.decode(d, p)
+    d.land()
+    asked.hear(d)
+    assert asked.failures
+    d.reads.fault = lambda pairs: pairs
+
+    for request in (b"second", b"third"):
+        same = Answer(ASKED, request)
+        same.decode(d)
+        same.finish(d)
+        assert same.finished
+        assert (same.tokens == right(ASKED)) is guarded
+    if guarded:
+        asked.retry(d, p)
+        assert asked.tokens == right(ASKED)
+        d.check_idle()
+
+
+def naming(reserve: Callable[..., Reservation | None]) -> Callable[..., Reservation | None]:
+    """``Engine.reserve`` that enters the blocks into the prefix cache before the pull."""
+
+    def reserve_and_name(
+        self: Engine, key: Key, ids: list[int], salt: bytes = b""
+    ) -> Reservation | None:
+        reservation = reserve(self, key, ids, salt)
+        if reservation is not None:
+            names = block_hashes(ids, self.config.block_size, salt)
+            for block, name in zip(reservation.blocks, names, strict=False):
+                self.pool.seal(block)
+                self.pool.name(block, name)
+        return reservation
+
+    return reserve_and_name
+
+
+# --- commands between steps -----------------------------------------------------------------------
+
+
+class Gate:
+    """Holds a step between its plan and its numerics."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self._run = worker.runner.run
+        worker.engine.runner.run = self.run  # type: ignore[method-assign]
+
+    def run(self, plan: Plan) -> list[int]:
+        self.entered.set()
+        assert self.go.wait(WAIT_S)
+        return self._run(plan)
+
+
+class WaitingLink(RecordingLink):
+    """A link whose messages can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
+
+    def send(self, *messages: wire.Message) -> None:
+        for message in messages:
+            self.queue.put(message)
+
+    def tokens(self, request: bytes) -> list[int]:
+        """All tokens of a request, once it has ended."""
+        tokens: list[int] = []
+        while True:
+            message = self.queue.get(timeout=WAIT_S)
+            assert not isinstance(message, wire.Failed) or message.request != request, message
+            if isinstance(message, wire.Tokens) and message.request == request:
+                tokens += message.ids
+                if message.finish:
+                    return tokens
+
+
+def tolerant(update: Callable[..., object]) -> Callable[..., object]:
+    """``Scheduler.update`` that does not mind when sequences have gone during the step."""
+
+    def update_those_left(self: Scheduler, plan: Plan, tokens: list[int]) -> object:
+        keys = {seq.key for seq in self.running}
+        left = [i for i, row in enumerate(plan.rows) if row.key in keys]
+        rows = tuple(plan.rows[i] for i in left)
+        return update(self, Plan(rows, plan.opened), [tokens[i] for i in left])
+
+    return update_those_left
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_blocks_change_hands_between_steps_only(
+    guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort comes while a step is under way that will write the request's blocks. If it took
+    effect at once, another request would pull its KV into these blocks, and the step would then
+    overwrite it.
+    """
+    p, d = Worker("p", 7, blocks=5), Worker("d", 9, blocks=4, chunk=30)
+    asked = Answer(ASKED)
+    asked.prefill(p)
+    p.run()
+    asked.hear(p)
+    assert asked.prefilled is not None
+
+    link = WaitingLink()
+    d.roles.connected(link, ())
+    gate, loop = Gate(d), EngineLoop(d.engine, d.roles, lambda: d.now)
+    submit = loop.submit
+    if not guarded:  # commands run in the thread that they come from
+        monkeypatch.setattr(Scheduler, "update", tolerant(Scheduler.update))
+
+        def submit(command: Callable[[], None]) -> None:
+            command()
+
+    def say(message: wire.Message) -> None:
+        submit(lambda: d.roles.handle(link, message, d.now))
+
+    loop.start()
+    try:
+        ids = pack_ids(OTHER)
+        computed = wire.Decode(b"other", 0, ids, len(OTHER), SAMPLING)
+        loop.submit(lambda: d.roles.handle(link, computed, d.now))
+        assert gate.entered.wait(WAIT_S)
+        say(wire.Abort(b"other", 0))
+        say(wire.Peer(p.card))
+        say(wire.Reserve(b"asked", 0, pack_ids(ASKED)))
+        ids = pack_ids(asked.so_far)
+        say(wire.Decode(b"asked", 0, ids, len(ASKED), SAMPLING, asked.prefilled.ticket))
+        submit(d.land)
+        gate.go.set()
+        tokens = [*asked.tokens, *link.tokens(b"asked")]
+    finally:
+        gate.go.set()
+        loop.stop()
+    assert (tokens == right(ASKED)) is guarded
+    assert not loop.failure
