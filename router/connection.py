@@ -1,6 +1,9 @@
-"""A framed TCP connection: frames, the time limits, and who is alive (asyncio).
+"""A framed TCP connection: frames, their numbers, the time limits, and who is alive (asyncio).
 
-The handshake, which makes it an authenticated :class:`Link`, is in ``router.link``.
+Each side counts its frames, and the other closes the connection at the first number that is not the
+next one: nothing on a link is lost, doubled or overtaken unnoticed. What is lost last is noticed by
+the ping that follows within a second. The handshake, which makes this an authenticated
+:class:`Link`, is in ``router.link``.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ import logging
 from collections.abc import Iterable
 from typing import cast
 
+from router.codec import LENGTH_BYTES
 from router.wire import (
-    MAX_FRAME,
-    MAX_FRAME_UNAUTHENTICATED,
+    PROTOCOL_VERSION,
     Challenge,
     Hello,
     Message,
@@ -22,10 +25,12 @@ from router.wire import (
     Rejected,
     Welcome,
     WireError,
-    decode,
     encode,
+    unpack,
 )
 
+MAX_FRAME_UNAUTHENTICATED = 64 * 1024
+MAX_FRAME = 16 * 1024 * 1024
 HANDSHAKE_TIMEOUT_S = 2.0
 PING_INTERVAL_S = 1.0
 DEAD_AFTER_S = 3.0
@@ -55,7 +60,8 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._last_heard = 0.0  # loop time of the last bytes
+        self._num_sent = self._num_received = 0  # frames
+        self._last_heard = 0.0  # loop time of the last complete frame
         self._timer: asyncio.TimerHandle | None = None
         self._pings = 0
         self._was_open = False
@@ -106,18 +112,14 @@ class Link(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        self._last_heard = self._loop.time()
         self._buffer += data
         try:
             for body in self._frames():
-                self._receive(decode(body))
+                self._take(body)
                 if self._is_closing():
                     return
         except WireError as error:
             self._abort(str(error))
-        except Exception:
-            log.exception("link to %s: a message could not be handled", self.peer_name)
-            self._abort("a message could not be handled")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"connection lost: {error}" if error else "closed by the peer")
@@ -127,16 +129,49 @@ class Link(asyncio.Protocol):
 
     def _frames(self) -> Iterable[bytes]:
         """The complete frames in the buffer; the limit is read anew for each of them."""
-        while len(self._buffer) >= 4:
-            size = int.from_bytes(self._buffer[:4], "big")
+        while len(self._buffer) >= LENGTH_BYTES:
+            size = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
             limit = MAX_FRAME if self.open else MAX_FRAME_UNAUTHENTICATED
             if size > limit:
                 raise WireError(f"a frame of {size} bytes, {limit} are allowed")
-            if len(self._buffer) < 4 + size:
+            end = LENGTH_BYTES + size
+            if len(self._buffer) < end:
                 return
-            body = bytes(self._buffer[4 : 4 + size])
-            del self._buffer[: 4 + size]
+            body = bytes(self._buffer[LENGTH_BYTES:end])
+            del self._buffer[:end]
             yield body
+
+    def _take(self, body: bytes) -> None:
+        """One frame has come."""
+        self._heard()
+        self._process(body)
+
+    def _heard(self) -> None:
+        self._last_heard = self._loop.time()
+
+    def _process(self, body: bytes) -> None:
+        """Handle a frame. One that is wrong, or that cannot be handled, ends this link only."""
+        try:
+            message, number = unpack(body)
+            self._check_number(message, number)
+            self._receive(message)
+        except WireError as error:
+            self._abort(str(error))
+        except Exception:
+            log.exception("link to %s: a message could not be handled", self.peer_name)
+            self._abort("a message could not be handled")
+
+    def _check_number(self, message: Message, number: int | None) -> None:
+        self._num_received += 1
+        if number == self._num_received:
+            return
+        if number is None and not self.open and _of_another_version(message):
+            return  # the handshake refuses it by its version's name
+        kind = "no number" if number is None else f"number {number}"
+        raise WireError(
+            f"a frame was lost, doubled or overtaken: a {type(message).__name__} has {kind}, "
+            f"{self._num_received} was to come"
+        )
 
     def _receive(self, message: Message) -> None:
         if not self.open:
@@ -175,9 +210,17 @@ class Link(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        self._transport.write(b"".join(map(encode, messages)))
+        self._emit([self._encode(message) for message in messages])
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._abort(f"{MAX_UNSENT_BYTES} bytes unread by the peer")
+
+    def _encode(self, message: Message) -> bytes:
+        self._num_sent += 1
+        return encode(message, self._num_sent)
+
+    def _emit(self, frames: list[bytes]) -> None:
+        assert self._transport is not None
+        self._transport.write(b"".join(frames))
 
     def _is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
@@ -201,3 +244,10 @@ class Link(asyncio.Protocol):
         if not self._reported.is_set():
             self._reported.set()
             self._closed(self._was_open)
+
+
+def _of_another_version(message: Message) -> bool:
+    """Whether this is how a peer of another protocol version begins, or answers ours."""
+    if isinstance(message, Hello | Challenge):
+        return message.version != PROTOCOL_VERSION
+    return isinstance(message, Rejected)

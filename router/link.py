@@ -27,9 +27,12 @@ from typing import Protocol
 
 import msgpack
 
+from kvtransfer.faults import Faults
 from router import connection
+from router.codec import LENGTH_BYTES
 from router.connection import Link
 from router.errors import LinkError
+from router.link_faults import FaultyFrames
 from router.wire import (
     PROTOCOL_VERSION,
     Challenge,
@@ -77,6 +80,7 @@ class _RouterLink(Link):
         tickets: tuple[bytes, ...],
         on_message: Callable[[Link, Message], None],
         on_close: Callable[[Link], None],
+        faults: Faults | None,
     ) -> None:
         super().__init__()
         self.card: asyncio.Future[WorkerCard] = self._loop.create_future()
@@ -86,6 +90,9 @@ class _RouterLink(Link):
         self._on_message = on_message
         self._on_close = on_close
         self._challenged = False
+        self._faults = faults
+        self._incoming: FaultyFrames | None = None
+        self._outgoing: FaultyFrames | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -116,6 +123,36 @@ class _RouterLink(Link):
     def _deliver(self, message: Message) -> None:
         self._on_message(self, message)
 
+    def _opened(self) -> None:
+        if self._faults is not None:
+            self._incoming = FaultyFrames(self._faults, self._process, 0)
+            self._outgoing = FaultyFrames(self._faults, self._write_frame, LENGTH_BYTES)
+        super()._opened()
+
+    def _take(self, body: bytes) -> None:
+        if self._incoming is None:
+            super()._take(body)
+        else:
+            self._heard()
+            self._incoming.push(body)
+
+    def _emit(self, frames: list[bytes]) -> None:
+        if self._outgoing is None:
+            super()._emit(frames)
+        else:
+            for frame in frames:
+                self._outgoing.push(frame)
+
+    def _write_frame(self, frame: bytes) -> None:
+        if not self._is_closing():
+            super()._emit([frame])
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        for faulty in (self._incoming, self._outgoing):
+            if faulty is not None:
+                faulty.close()
+
     def _closed(self, was_open: bool) -> None:
         if not self.card.done():
             self.card.set_exception(LinkError(self.close_reason))
@@ -135,11 +172,13 @@ async def connect_worker(
     tickets: tuple[bytes, ...],
     on_message: Callable[[Link, Message], None],
     on_close: Callable[[Link], None],
+    faults: Faults | None = None,
 ) -> Link:
     """An open link to exactly this incarnation of a worker; raises LinkError with the reason.
 
     ``tickets``: those still wanted from it; it releases all others of this router. Messages may
-    arrive before this returns. ``on_close`` is called only for links that were open.
+    arrive before this returns. ``on_close`` is called only for links that were open. ``faults``: to
+    inject into the frames after the handshake, both ways.
     """
     hello = Hello(
         PROTOCOL_VERSION, router_id, router_epoch, worker_id, epoch, os.urandom(NONCE_BYTES)
@@ -149,7 +188,9 @@ async def connect_worker(
     try:
         async with asyncio.timeout(2 * connection.HANDSHAKE_TIMEOUT_S):
             _, link = await loop.create_connection(
-                lambda: _RouterLink(hello, secret, tickets, on_message, on_close), host, port
+                lambda: _RouterLink(hello, secret, tickets, on_message, on_close, faults),
+                host,
+                port,
             )
             await link.card
     except BaseException as error:

@@ -29,34 +29,24 @@ For each (request, attempt) that R opened at a worker by Reserve, Prefill or Dec
 sends exactly one terminal message: Refused, Prefilled, Tokens with ``finish``, or Failed. A Reserve
 that was answered by Reserved stays open until its Decode ends, or an Abort.
 
-Frames are a u32 big-endian length and a msgpack map ``{"t": message name, **fields}``. Unknown
-fields are ignored, so that fields with defaults can be added. Nothing is pickled. Token ids travel
-as packed little-endian u32.
+How they become frames is in ``router.codec``. Token ids travel as packed little-endian u32.
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-
 from kvtransfer.ticket import AgentCard
+from router.codec import Codec, WireError as WireError
 
 PROTOCOL_VERSION = 2
 """History: 1 first; 2 early parts, Check, Forget, Drain, numbered frames.
 
 Bump when an old peer could misread a message; not for a new field with a default.
 """
-
-MAX_FRAME_UNAUTHENTICATED = 64 * 1024
-MAX_FRAME = 16 * 1024 * 1024
-
-
-class WireError(Exception):
-    """A frame that cannot be understood; the connection that carried it is closed."""
 
 
 @dataclass(frozen=True)
@@ -423,75 +413,7 @@ Message = (
     | Load
 )  # fmt: skip
 
-_MESSAGES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
-_NESTED: dict[str, type[Any]] = {
-    "Sampling": Sampling,
-    "WorkerCard": WorkerCard,
-    "AgentCard": AgentCard,
-}
-
-
-def encode(message: Message) -> bytes:
-    """One frame, length included."""
-    body: bytes = msgpack.packb({"t": type(message).__name__, **vars(message)}, default=vars)
-    return len(body).to_bytes(4, "big") + body
-
-
-def decode(body: bytes) -> Message:
-    """The message in a frame's body; raises :class:`WireError` for anything that is not one."""
-    try:
-        raw = msgpack.unpackb(body)
-        cls = _MESSAGES[raw.pop("t")]
-        return typing.cast("Message", build(cls, raw))
-    except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException) as error:
-        raise WireError(
-            f"not a message of protocol version {PROTOCOL_VERSION}: {error!r}"
-        ) from error
-
-
-_SCALARS: dict[str, type | tuple[type, ...]] = {
-    "int": int, "str": str, "bytes": bytes, "bool": bool, "float": (float, int),
-}  # fmt: skip
-
-
-def _schema(cls: type[Any]) -> tuple[tuple[str, str, bool], ...]:
-    """(name, type as text, required) of each field."""
-    return tuple(
-        (
-            item.name,
-            item.type if isinstance(item.type, str) else item.type.__name__,
-            item.default is MISSING and item.default_factory is MISSING,
-        )
-        for item in fields(cls)
-    )
-
-
-_SCHEMAS = {cls: _schema(cls) for cls in (*_MESSAGES.values(), *_NESTED.values())}
-
-
-def build(cls: type[Any], raw: Mapping[str, Any]) -> Any:
-    """A dataclass of this module from plain data.
-
-    Unknown keys are ignored, types are checked, lists become tuples.
-    """
-    values = {}
-    for name, kind, required in _SCHEMAS[cls]:
-        if name in raw:
-            values[name] = _convert(kind, raw[name])
-        elif required:
-            raise KeyError(f"{cls.__name__}.{name} is missing")
-    return cls(**values)
-
-
-def _convert(kind: str, value: Any) -> Any:
-    if kind in _SCALARS:
-        if not isinstance(value, _SCALARS[kind]) or (kind == "int" and isinstance(value, bool)):
-            raise TypeError(f"{value!r:.80} is not {kind}")
-        return value
-    if kind in _NESTED:
-        return build(_NESTED[kind], value)
-    if kind.startswith("tuple["):
-        return tuple([_convert(kind[6:-6], item) for item in value])
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.80} is not a map")
-    return value
+_CODEC: Codec[Message] = Codec(
+    typing.get_args(Message), (Sampling, WorkerCard, AgentCard), PROTOCOL_VERSION
+)
+encode, decode, unpack = _CODEC.encode, _CODEC.decode, _CODEC.unpack
