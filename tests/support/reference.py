@@ -48,16 +48,21 @@ class Judge:
         return result.double()
 
     def check(
-        self, prompt: list[int], answer: list[int], temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: list[int],
+        answer: list[int],
+        temperature: float = 0.0,
+        seed: int = 0,
+        choice: int = 0,
     ) -> None:
         """Raise AssertionError, with the proof, at the first wrong token."""
-        key = (tuple(prompt), tuple(answer), temperature, seed)
+        key = (tuple(prompt), tuple(answer), temperature, seed, choice)
         if key in self._right:
             return
         for index, row in enumerate(self.logits(prompt, answer)):
             scores = row
             if temperature:
-                noise = gumbel_noise(row.numel(), seed, 0, len(prompt) + index)
+                noise = gumbel_noise(row.numel(), seed, choice, len(prompt) + index)
                 scores = row / temperature + noise
             token, best = answer[index], int(scores.argmax())
             gap = float(scores[best] - scores[token])

@@ -57,10 +57,10 @@ class Client:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.loads(response.read())
 
-    def get(self, path: str) -> tuple[int, Any]:
+    def get(self, path: str, timeout: float = 30) -> tuple[int, Any]:
         """Status and JSON."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
                 return response.status, json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:
             with error:

@@ -1,0 +1,255 @@
+"""``make chaos SEED=1 SECONDS=600 TRANSPORT=nixl``: everything dies, nothing is wrong.
+
+::
+
+    answers of one mixed engine ─► baton serve ─► load ║ faults ║ watching ─► idle? ─► report
+
+Starts a real server with two prefill and two decode workers, keeps requests under way whose right
+answers are known, and injects the faults of a schedule drawn from the seed: kills, stops, drains,
+clients that leave, transfers and messages that are lost, late, doubled, damaged or out of order,
+pools that are too small, leases that run out. Ends with a table and a verdict; the exit status is 1
+if any promise was broken, and the server's logs are kept then.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.tokenizer import Tokenizer
+from services.fetch import DEFAULT_MODEL, fetch
+from tests.chaos.fleet import Clock, Fleet, Member, not_idle
+from tests.chaos.inject import Injector
+from tests.chaos.load import RIGHT, TIE, Load, ask, mixed_answers, settle
+from tests.chaos.questions import Asking, Question, long_question, questions
+from tests.chaos.report import Goal, Run, lines, verdict
+from tests.chaos.schedule import schedule
+from tests.support.serving import Served, served
+
+MAX_MODEL_LEN, BLOCK = 320, 16
+KV_BLOCKS = 40  # of which one longest request takes 20
+LEASE_S = 4.0
+REQUEST_TIMEOUT_S = 60.0
+HANG_AFTER_S = REQUEST_TIMEOUT_S + 10
+IDLE_WITHIN_S = 90.0
+REPORT_EVERY_S = 15.0
+NUM_FLOOD = 6
+FULL_S = 600.0  # a run of this length must reach the full goal
+TRANSPORTS = {
+    "nixl": ("--transport", "nixl"),
+    "nixl-tcp": ("--transport", "nixl", "--ucx-tls", "tcp"),
+    "tcp": ("--transport", "tcp"),
+}
+SIZES = ("--max-model-len", str(MAX_MODEL_LEN), "--threads", "1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is told."""
+
+    seed: int = 1
+    seconds: float = FULL_S
+    transport: str = "nixl"
+    clients: int = 10
+    routers: int = 1
+    num_questions: int = 64
+    pull_faults: str = ""
+    link_faults: str = ""
+
+
+def flags(options: Options) -> list[str]:
+    """Of ``baton serve``."""
+    found = [
+        *SIZES,
+        *TRANSPORTS[options.transport],
+        *("--prefill", "2", "--decode", "2", "--routers", str(options.routers)),
+        *("--kv-blocks", str(KV_BLOCKS), "--checksums", "--lease-s", str(LEASE_S)),
+        *("--request-timeout-s", str(REQUEST_TIMEOUT_S), "--first-token-status-s", "5"),
+    ]
+    for flag, faults in (("pull", options.pull_faults), ("link", options.link_faults)):
+        if faults:
+            found += [f"--{flag}-faults", f"{faults},seed={options.seed}"]
+    return found
+
+
+def goal(options: Options) -> Goal:
+    """What a run of this length must show."""
+    full = options.seconds >= FULL_S
+    noise = bool(options.pull_faults and options.link_faults)
+    return Goal(int(options.seconds * (1.67 if full else 0.5)), 5 if full else 0, noise)
+
+
+def chaos(options: Options, say: Callable[[str], None] = print) -> tuple[Run, bool]:
+    """A whole run; whether all promises were kept."""
+    asked = ask_for(options)
+    answers = mixed_answers(asked, SIZES)
+    say(f"seed {options.seed}, {options.transport}: {len(asked)} questions answered by one engine")
+    with served(*flags(options)) as server:
+        say(server.text)
+        run = inject(options, server, asked, answers, say)
+        settle(run.records, asked, answers)
+        for line in lines(run, goal(options)):
+            say(line)
+        passed = all(check.ok for check in verdict(run, goal(options)))
+        if not passed:
+            say(f"seed {options.seed} {options.transport} FAILED; logs: {keep_logs(server)}")
+    return run, passed
+
+
+def ask_for(options: Options) -> list[Question]:
+    """Questions of the seed; the last one is what floods are made of."""
+    tokenizer = Tokenizer.load(fetch(DEFAULT_MODEL))
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    text_ids = tokenizer.encode(" ".join(text.split()))
+    return [
+        *questions(options.seed, options.num_questions, text_ids),
+        long_question(options.seed, text_ids, MAX_MODEL_LEN - 40, 8),
+    ]
+
+
+def inject(
+    options: Options, server: Served, asked: list[Question], answers: list, say: Callable
+) -> Run:
+    """Load and faults at the same time, then calm, then a look at what is left."""
+    clock = Clock()
+    expected = {"prefill": 2, "decode": 2, "router": options.routers, "registry": 1}
+    fleet = Fleet(server, expected, clock)
+    load = Load(server.url, options.seed, asked, answers, options.clients, HANG_AFTER_S, clock)
+    injector = Injector(fleet, clock, LEASE_S, drain, lambda: load.flood(NUM_FLOOD))
+    faults = [f for f in schedule(options.seed, options.seconds) if f.kind.action != "drain"]
+    progress = Progress(load, fleet, injector, clock, say)
+    try:
+        injector.run(faults, options.seconds)
+    finally:
+        injector.close()
+        load.stop()
+        progress.close()
+    left = wait_until_idle(server, fleet, asked, answers, clock)
+    fleet.close()
+    return Run(
+        load.records, injector.done, injector.late, fleet.members, fleet.samples,
+        fleet.seen.total(), left, forgiven=options.transport == "nixl-tcp",
+    )  # fmt: skip
+
+
+def drain(member: Member) -> None:
+    """Tell a worker to leave."""
+    raise NotImplementedError(member)
+
+
+def wait_until_idle(
+    server: Served, fleet: Fleet, asked: list[Question], answers: list, clock: Clock
+) -> list[str]:
+    """What is not as before the run, after some time without load and faults."""
+    tick, end = threading.Event(), clock.now() + IDLE_WITHIN_S
+    while (found := not_as_before(fleet)) and clock.now() < end:
+        tick.wait(0.5)
+    if found:
+        return [f"after {IDLE_WITHIN_S:.0f} s: {what}" for what in found]
+    return [*found, *probe(server, asked, answers, clock), *not_as_before(fleet, settle_s=5)]
+
+
+def not_as_before(fleet: Fleet, settle_s: float = 0.0) -> list[str]:
+    """Processes, pairs, blocks and requests: what is missing, and what is too much."""
+    tick = threading.Event()
+    for _ in range(max(1, int(settle_s / 0.5))):
+        found = []
+        for role, number in fleet.expected.items():
+            alive = len(fleet.alive(role))
+            if alive != number:
+                found.append(f"{alive} processes of the role {role} instead of {number}")
+        states = fleet.states()
+        if len(states) != fleet.expected["router"]:
+            found.append(f"{len(states)} routers answer")
+        for pid, state in states.items():
+            proven = sum(pair["state"] == "proven" for pair in state["pairs"])
+            wanted = fleet.expected["prefill"] * fleet.expected["decode"]
+            if proven != wanted:
+                found.append(f"router {pid} has {proven} proven pairs instead of {wanted}")
+        found += not_idle(states)
+        if not found:
+            break
+        tick.wait(0.5)
+    return found
+
+
+def probe(server: Served, asked: list[Question], answers: list, clock: Clock) -> list[str]:
+    """Each pair's pools can be filled once more: longest requests at once, all of them right."""
+    last = len(asked) - 1
+    records = server.at_once(
+        [
+            lambda i=i: ask(
+                server.url,
+                asked[last],
+                Asking(i, last, False, f"probe-{i}", None),
+                f"probe-{i}",
+                HANG_AFTER_S,
+                answers[last],
+                clock,
+            )  # fmt: skip
+            for i in range(4)
+        ]
+    )
+    settle(records, asked, answers)
+    return [
+        f"probe {r.number}: {r.outcome} {r.reply}" for r in records if r.outcome not in (RIGHT, TIE)
+    ]
+
+
+class Progress:
+    """A line from time to time."""
+
+    def __init__(
+        self, load: Load, fleet: Fleet, injector: Injector, clock: Clock, say: Callable
+    ) -> None:
+        self._stop = threading.Event()
+        self._parts = load, fleet, injector, clock, say
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        load, fleet, injector, clock, say = self._parts
+        while not self._stop.wait(REPORT_EVERY_S):
+            answered = sum(record.answered for record in load.records)
+            sample = fleet.samples[-1] if fleet.samples else None
+            say(
+                f"{clock.now():5.0f} s  {answered} answered of {len(load.records)},"
+                f" {len(injector.done)} faults, healthy: {bool(sample and sample.healthy)}"
+            )
+
+
+def keep_logs(server: Served) -> str:
+    """A copy of the server's logs; their folder goes with the server."""
+    found = re.search(r"logs: (\S+),? removed", server.text)
+    if not found:
+        return "none found"
+    kept = Path(tempfile.mkdtemp(prefix="baton-chaos-")) / "logs"
+    shutil.copytree(found[1], kept, symlinks=True, ignore_dangling_symlinks=True)
+    return str(kept)
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=FULL_S)
+    parser.add_argument("--transport", choices=TRANSPORTS, default="nixl")
+    parser.add_argument("--clients", type=int, default=10, help="requests in flight")
+    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--pull-faults", default="")
+    parser.add_argument("--link-faults", default="")
+    _, passed = chaos(Options(**vars(parser.parse_args())))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
