@@ -3,46 +3,42 @@ all.
 
 ::
 
-    Reserve ──► RESERVED ──Decode, ticket──► PULLING ──Arrived──► DECODING ──last token──► done
-                  │                            │ └──PullFailed──► failed
-                  │ Abort, deadline, link lost │ Abort …
-                  └──► dropped                 └──► LEAVING ──the puller's word──► dropped
+               ┌──┐ TicketPart: an early pull, if it names blocks that are missing
+               ▼  │
+    Reserve ──► RESERVED ──Decode, ticket──► PULLING ──all blocks there──► DECODING ──► done
+                  │                            │ │                            last token
+                  │                            │ └──the last pull failed──► failed
+                  ├────────────────────────────┴────any pull failed, not settled──► failed
+                  └──Abort, deadline, link lost, at any stage──► dropped
 
     Decode without a ticket ──► DECODING        (a mixed worker; recompute)
 
-Blocks that a pull may still write are quarantined until the puller says Settled. All methods run in
-the engine's thread.
+While the prompt is computed, parts of its KV are pulled early. In PULLING, once those pulls are
+over, a last one fetches exactly what is missing. An early pull that failed and settled costs
+nothing. Blocks enter the prefix cache when all of them are there, never before.
+
+However a request ends, it is gone at once, and its key with it. Blocks that a pull may still write
+are quarantined until every pull of the request has settled; see ``pulls``. All methods run in the
+engine's thread.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from kvtransfer.errors import TicketError
 from kvtransfer.hashing import prefix_hash, unpack_ids
-from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
+from kvtransfer.importer import Arrived, Event, PullFailed
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
 from router import wire
 from services.engine.engine import Engine, Reservation
 from services.engine.scheduler import Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
+from services.pulls import Intake, Pulls, PullStats, pull_key, split_pull_key
 
-
-class Pulls(Protocol):
-    """The part of :class:`kvtransfer.puller.Puller` that is used here."""
-
-    def pull(
-        self,
-        key: bytes,
-        ticket: Ticket,
-        peer: AgentCard,
-        pairs: Sequence[tuple[int, int]],
-        deadline: float,
-    ) -> None: ...
-
-    def abort(self, key: bytes) -> None: ...
+log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
@@ -51,31 +47,44 @@ class Stage(Enum):
     RESERVED = "reserved"
     PULLING = "pulling"
     DECODING = "decoding"
-    LEAVING = "leaving"  # nobody wants it any more, but its pull has not ended
+
+
+@dataclass
+class _Reserved:
+    """What a request has before it decodes."""
+
+    blocks: Reservation
+    ids: bytes
+    intake: Intake
+
+
+@dataclass
+class _Pulling:
+    """What it has more, once its Decode has come."""
+
+    message: wire.Decode
+    ticket: Ticket
+    peer: AgentCard
+    started: float
+    last: int = -1  # number of the pull that fetches the rest
 
 
 @dataclass
 class _Open:
     link: Peer
-    stage: Stage
     deadline: float
-    reservation: Reservation | None = None
-    reserved_ids: bytes = b""
-    message: wire.Decode | None = None
-    pull_started: float = 0.0
+    reserved: _Reserved | None = None
+    pulling: _Pulling | None = None
 
-
-@dataclass
-class PullStats:
-    """Counters since the start."""
-
-    num_bytes: int = 0
-    num_blocks: int = 0
-    failed: int = 0
+    @property
+    def stage(self) -> Stage:
+        if self.reserved is None:
+            return Stage.DECODING
+        return Stage.RESERVED if self.pulling is None else Stage.PULLING
 
 
 class DecodeService:
-    """Answers wire.Reserve, Decode and Peer."""
+    """Answers wire.Reserve, TicketPart, Decode, Peer and Forget."""
 
     def __init__(
         self,
@@ -92,21 +101,28 @@ class DecodeService:
         self._fingerprint = fingerprint
         self._secret = secret
         self._open: dict[Key, _Open] = {}
-        self._peers: dict[tuple[str, int], AgentCard] = {}
+        self._settling: dict[Key, Intake] = {}  # their blocks are in quarantine
+        self._peers: dict[str, AgentCard] = {}  # by worker id
 
     @property
     def num_open(self) -> int:
-        """Requests that hold something here."""
+        """Requests that are not done here."""
         return len(self._open)
 
     # --- messages ------------------------------------------------------------------------------
 
     def peer(self, card: AgentCard) -> None:
         """Learn how to reach a prefill worker's pool; an older epoch of it is replaced."""
-        for worker_id, epoch in list(self._peers):
-            if worker_id == card.worker_id and epoch != card.epoch:
-                del self._peers[worker_id, epoch]
-        self._peers[card.worker_id, card.epoch] = card
+        known = self._peers.get(card.worker_id)
+        if known is not None and known.epoch != card.epoch:
+            self._pulls.forget(known)
+        self._peers[card.worker_id] = card
+
+    def forget(self, worker_id: str, epoch: int) -> None:
+        """This incarnation of a prefill worker is gone."""
+        known = self._peers.get(worker_id)
+        if known is not None and known.epoch == epoch:
+            self._pulls.forget(self._peers.pop(worker_id))
 
     def reserve(self, link: Peer, message: wire.Reserve, deadline: float) -> None:
         """Set blocks aside, or refuse for now."""
@@ -116,107 +132,172 @@ class DecodeService:
             reason = "no free KV blocks now"
             self._outbox.put(link, wire.Refused(*key, reason=reason, retry=True))
             return
-        self._open[key] = _Open(link, Stage.RESERVED, deadline, reservation, message.ids)
+        intake = Intake(len(reservation.blocks), reservation.num_cached)
+        self._open[key] = _Open(link, deadline, _Reserved(reservation, message.ids, intake))
         cached = reservation.num_cached * self._engine.config.block_size
         self._outbox.put(link, wire.Reserved(*key, cached_tokens=cached))
 
+    def part(self, message: wire.TicketPart) -> None:
+        """Pull what is missing of an early part. One that comes late or is wrong is dropped: the
+        final ticket covers its blocks as well.
+        """
+        key = (message.request, message.attempt)
+        opened = self._open.get(key)
+        if opened is None or opened.reserved is None or opened.pulling is not None:
+            return
+        try:
+            ticket = self._checked_part(message.ticket, opened.reserved)
+        except TicketError as error:
+            self.stats.wrong_parts += 1
+            log.warning("dropped an early part of %s: %s", key[0].hex(), error)
+            return
+        peer = self._peer_of(ticket)
+        first, end = ticket.first_block, ticket.first_block + len(ticket.block_ids)
+        missing = [index for index in opened.reserved.intake.missing if first <= index < end]
+        if peer is not None and missing:
+            self._pull(key, opened, ticket, peer, missing)
+
     def decode(self, link: Peer, message: wire.Decode, now: float, deadline: float) -> None:
-        """Start the pull, or the computation when there is no ticket."""
+        """Start the last pull, or the computation when there is no ticket."""
         key = (message.request, message.attempt)
         if message.ticket:
-            self._start_pull(key, message, now)
+            self._decode_ticket(key, message, now)
             return
         self.abort(key)  # a reservation: it is computed here after all
         params = sampling_params(message.sampling)
         ids = unpack_ids(message.ids)
         self._engine.add(key, ids, message.num_prompt, params, message.salt)
-        self._open[key] = _Open(link, Stage.DECODING, deadline, message=message)
+        self._open[key] = _Open(link, deadline)
 
     def knows(self, key: Key) -> Stage | None:
         """The stage of a request that is open here."""
         opened = self._open.get(key)
         return opened.stage if opened else None
 
-    def _start_pull(self, key: Key, message: wire.Decode, now: float) -> None:
+    def _decode_ticket(self, key: Key, message: wire.Decode, now: float) -> None:
         opened = self._open[key]
-        assert opened.reservation is not None
+        assert opened.reserved is not None
         try:
-            ticket = self._checked_ticket(message, opened.reservation, opened.reserved_ids)
+            ticket = self._checked_ticket(message, opened.reserved)
         except TicketError as error:
             self._fail(key, "pull", str(error))
             return
-        peer = self._peers.get((ticket.worker_id, ticket.epoch))
+        peer = self._peer_of(ticket)
         if peer is None:
             self._outbox.put(opened.link, wire.UnknownPeer(*key, ticket.worker_id, ticket.epoch))
             return
-        blocks = opened.reservation.blocks
-        missing = range(opened.reservation.num_cached, len(blocks))
-        pairs = [(index, blocks[index]) for index in missing]
-        self._pulls.pull(_pull_key(key), ticket, peer, pairs, opened.deadline)
-        opened.stage = Stage.PULLING
-        opened.message = message
-        opened.pull_started = now
+        opened.pulling = _Pulling(message, ticket, peer, now)
+        self._go_on(key, opened, now)
 
-    def _checked_ticket(
-        self, message: wire.Decode, reservation: Reservation, reserved_ids: bytes
-    ) -> Ticket:
+    def _peer_of(self, ticket: Ticket) -> AgentCard | None:
+        peer = self._peers.get(ticket.worker_id)
+        return peer if peer is not None and peer.epoch == ticket.epoch else None
+
+    # --- tickets -------------------------------------------------------------------------------
+
+    def _checked_ticket(self, message: wire.Decode, reserved: _Reserved) -> Ticket:
         """The ticket, if it is for exactly this request's tokens and blocks; else TicketError."""
-        ticket = open_ticket(message.ticket, self._secret)
+        ticket = self._opened_ticket(message.ticket)
         ids = unpack_ids(message.ids)
-        if not message.ids.startswith(reserved_ids):  # its cached blocks hold other tokens' KV
+        num_reserved = reserved.blocks.num_tokens
+        if not message.ids.startswith(reserved.ids):  # its cached blocks hold other tokens' KV
             raise TicketError("the reservation is for other tokens")
-        if ticket.fingerprint != self._fingerprint:
-            raise TicketError("the ticket's KV layout differs from this worker's")
-        if ticket.num_tokens != reservation.num_tokens or ticket.num_tokens >= len(ids):
-            reserved = reservation.num_tokens
-            raise TicketError(f"the ticket is for {ticket.num_tokens} tokens, not {reserved}")
+        if ticket.num_tokens != num_reserved or ticket.num_tokens >= len(ids):
+            raise TicketError(f"the ticket is for {ticket.num_tokens} tokens, not {num_reserved}")
         if ticket.prefix != prefix_hash(ids[: ticket.num_tokens]):
             raise TicketError("the ticket is for other tokens")
-        if len(ticket.block_ids) != len(reservation.blocks):
+        if ticket.first_block or len(ticket.block_ids) != len(reserved.blocks.blocks):
             raise TicketError("the ticket's blocks do not match the reservation")
         return ticket
 
-    # --- events --------------------------------------------------------------------------------
+    def _checked_part(self, packed: bytes, reserved: _Reserved) -> Ticket:
+        """The ticket of an early part, if its blocks hold tokens of the reservation."""
+        ticket = self._opened_ticket(packed)
+        end = ticket.first_block + len(ticket.block_ids)
+        if not 0 <= ticket.first_block < end <= len(reserved.blocks.blocks):
+            raise TicketError("the part's blocks are not within the reservation")
+        ids = unpack_ids(reserved.ids)
+        full = end * self._engine.config.block_size
+        if ticket.num_tokens != full or full > len(ids):
+            raise TicketError(f"the part ends at {ticket.num_tokens} tokens, not with a full block")
+        if ticket.prefix != prefix_hash(ids[: ticket.num_tokens]):
+            raise TicketError("the part is for other tokens")
+        return ticket
+
+    def _opened_ticket(self, packed: bytes) -> Ticket:
+        ticket = open_ticket(packed, self._secret)
+        if ticket.fingerprint != self._fingerprint:
+            raise TicketError("the ticket's KV layout differs from this worker's")
+        return ticket
+
+    # --- pulls ---------------------------------------------------------------------------------
+
+    def _pull(
+        self, key: Key, opened: _Open, ticket: Ticket, peer: AgentCard, indexes: Sequence[int]
+    ) -> int:
+        """Pull blocks of the reservation; returns the pull's number."""
+        assert opened.reserved is not None
+        blocks = opened.reserved.blocks.blocks
+        pairs = [(index - ticket.first_block, blocks[index]) for index in indexes]
+        number = opened.reserved.intake.start(indexes)
+        self._pulls.pull(pull_key(key, number), ticket, peer, pairs, opened.deadline)
+        return number
 
     def on_event(self, event: Event, now: float) -> None:
         """The puller's word on a pull."""
-        key = (event.key[:-4], int.from_bytes(event.key[-4:], "big"))
-        if isinstance(event, Settled):
-            self._engine.settle(key)
+        key, number = split_pull_key(event.key)
+        settling = self._settling.get(key)
+        if settling is not None:
+            self._count(event, early=False)
+            settling.on_event(number, event)
+            if settling.settled:
+                del self._settling[key]
+                self._engine.settle(key)
             return
         opened = self._open[key]
-        match event:
-            case Arrived():
-                self._arrived(key, opened, event, now)
-            case PullFailed(settled=settled) | PullAborted(settled=settled):
-                del self._open[key]
-                if settled:
-                    self._engine.abort(key)
-                else:
-                    self._engine.quarantine(key)
-                if isinstance(event, PullFailed):
-                    self.stats.failed += 1
-                    if opened.stage is Stage.PULLING:
-                        failed = wire.Failed(*key, kind="pull", message=event.reason)
-                        self._outbox.put(opened.link, failed)
+        reserved, pulling = opened.reserved, opened.pulling
+        assert reserved is not None
+        early = pulling is None or number != pulling.last
+        self._count(event, early)
+        reserved.intake.on_event(number, event)
+        harmless = isinstance(event, Arrived) or (early and not reserved.intake.lost)
+        if not harmless:
+            reason = event.reason if isinstance(event, PullFailed) else "the pull was given up"
+            self._fail(key, "pull", reason)
+        elif pulling is not None:
+            self._go_on(key, opened, now)
 
-    def _arrived(self, key: Key, opened: _Open, event: Arrived, now: float) -> None:
-        self.stats.num_bytes += event.num_bytes
-        self.stats.num_blocks += len(event.blocks)
-        if opened.stage is Stage.LEAVING:
-            del self._open[key]
-            self._engine.abort(key)
+    def _count(self, event: Event, early: bool) -> None:
+        match event:
+            case Arrived(blocks=blocks, num_bytes=num_bytes):
+                self.stats.num_bytes += num_bytes
+                self.stats.num_blocks += len(blocks)
+                self.stats.early_blocks += len(blocks) if early else 0
+            case PullFailed(settled=True) if early:
+                self.stats.failed_parts += 1
+
+    def _go_on(self, key: Key, opened: _Open, now: float) -> None:
+        """PULLING: once the early pulls are over, fetch the rest; with all blocks there, admit."""
+        reserved, pulling = opened.reserved, opened.pulling
+        assert reserved is not None
+        assert pulling is not None
+        intake = reserved.intake
+        if intake.in_flight:
             return
-        message = opened.message
-        assert message is not None
+        if intake.missing:
+            assert pulling.last < 0
+            pulling.last = self._pull(key, opened, pulling.ticket, pulling.peer, intake.missing)
+            return
+        assert not intake.lost
+        message = pulling.message
         params = sampling_params(message.sampling)
         self._engine.admit(key, unpack_ids(message.ids), message.num_prompt, params)
-        opened.stage = Stage.DECODING
-        pull_ms = (now - opened.pull_started) * 1000
-        self._outbox.put(
-            opened.link,
-            wire.Pulled(*key, len(event.blocks), event.num_bytes, pull_ms),
-        )
+        opened.reserved = opened.pulling = None
+        pull_ms = (now - pulling.started) * 1000
+        pulled = wire.Pulled(*key, intake.num_blocks, intake.num_bytes, pull_ms)
+        self._outbox.put(opened.link, pulled)
+
+    # --- tokens and ends -----------------------------------------------------------------------
 
     def on_output(self, output: Output, now: float) -> bool:
         """A new token. False when the sequence is not ours."""
@@ -233,40 +314,43 @@ class DecodeService:
 
     def abort(self, key: Key) -> bool:
         """Drop a request at any stage. False when it is not ours."""
-        opened = self._open.get(key)
-        if opened is None or opened.stage is Stage.LEAVING:
+        opened = self._open.pop(key, None)
+        if opened is None:
             return False
-        if opened.stage is Stage.PULLING:
-            opened.stage = Stage.LEAVING
-            self._pulls.abort(_pull_key(key))
-        else:
-            del self._open[key]
+        intake = opened.reserved.intake if opened.reserved is not None else None
+        if intake is None or intake.settled:
             self._engine.abort(key)
+            return True
+        self._engine.quarantine(key)
+        self._settling[key] = intake
+        for number in intake.in_flight:
+            self._pulls.abort(pull_key(key, number))
         return True
 
     def of_link(self, link: Peer) -> list[Key]:
         """Requests of this connection that still owe it a terminal message."""
-        return [
-            key
-            for key, opened in self._open.items()
-            if opened.link is link and opened.stage is not Stage.LEAVING
-        ]
+        return [key for key, opened in self._open.items() if opened.link is link]
 
     def tick(self, now: float) -> list[tuple[Key, Peer]]:
         """Requests that are past their deadline."""
-        return [
-            (key, opened.link)
-            for key, opened in self._open.items()
-            if opened.deadline <= now and opened.stage is not Stage.LEAVING
-        ]
+        return [(key, o.link) for key, o in self._open.items() if o.deadline <= now]
 
     def _fail(self, key: Key, kind: str, message: str) -> None:
-        """End a request that has no pull in flight."""
-        opened = self._open.pop(key)
-        self._engine.abort(key)
+        """End a request with a reason."""
+        link = self._open[key].link
+        self.abort(key)
         self.stats.failed += kind == "pull"
-        self._outbox.put(opened.link, wire.Failed(*key, kind=kind, message=message))
+        self._outbox.put(link, wire.Failed(*key, kind=kind, message=message))
 
-
-def _pull_key(key: Key) -> bytes:
-    return key[0] + key[1].to_bytes(4, "big")
+    def check_integrity(self) -> None:
+        """Assert that whoever is here holds something, and that what is in quarantine waits for a
+        pull.
+        """
+        for key, opened in self._open.items():
+            assert self._engine.knows(key)
+            if opened.reserved is not None:
+                assert not opened.reserved.intake.lost, "a lost block can still be admitted"
+            if opened.reserved is not None and opened.pulling is not None:
+                assert opened.reserved.intake.in_flight, "it waits for nothing"
+        assert not any(intake.settled for intake in self._settling.values())
+        assert self._settling.keys() == self._engine.quarantined

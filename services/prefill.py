@@ -2,12 +2,16 @@
 
 ::
 
+                           ┌──┐ a step has sealed blocks (TicketPart, when the router asked for it)
+                           ▼  │
     Prefill ──► queued / computing ──first token──► exported (Prefilled with a ticket)
                     │                     └──the answer ends with it──► done (Prefilled without one)
                     └──Abort, deadline, link lost──► dropped
 
-An exported ticket belongs to the :class:`~kvtransfer.exporter.Exporter`: it outlives the request
-and the connection, until Release or the end of its lease. All methods run in the engine's thread.
+A part promises nothing: its blocks are the sequence's, and when that ends or is preempted, their
+seals differ, or they still hold what the part says. An exported ticket belongs to the
+:class:`~kvtransfer.exporter.Exporter`: it outlives the request and the connection, until Release or
+the end of its lease. All methods run in the engine's thread.
 """
 
 from dataclasses import dataclass
@@ -21,12 +25,13 @@ from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Open:
     link: Peer
     message: wire.Prefill
     arrived: float
     deadline: float
+    parted: int = 0  # blocks, from the first, that parts have named
 
 
 class PrefillService:
@@ -88,6 +93,21 @@ class PrefillService:
             ),
         )
         return True
+
+    def send_parts(self) -> None:
+        """A step is over: name the blocks that are new of the prompts which are not finished."""
+        for key, opened in self._open.items():
+            if not (opened.message.early and opened.message.export):
+                continue
+            sealed = self._engine.sealed_blocks(key)
+            first, end = opened.parted, len(sealed)
+            if end <= first:
+                continue
+            opened.parted = end
+            num_tokens = end * self._engine.config.block_size
+            prefix = prefix_hash(unpack_ids(opened.message.ids)[:num_tokens])
+            ticket = self.exporter.sign_part(first, sealed[first:], num_tokens, prefix)
+            self._outbox.put(opened.link, wire.TicketPart(*key, ticket))
 
     def release(self, ticket_id: bytes) -> None:
         """The router no longer needs this KV."""

@@ -56,7 +56,7 @@ class Intake:
         self.num_bytes = 0
         self._missing = set(range(num_cached, num_blocks))  # indexes into the reservation
         self._on_their_way: dict[int, tuple[int, ...]] = {}
-        self._lost: set[int] = set()  # pulls whose outcome was told, but not Settled
+        self._unsettled: set[int] = set()  # their outcome was told, but not Settled
         self._started = 0
 
     @property
@@ -70,9 +70,14 @@ class Intake:
         return list(self._on_their_way)
 
     @property
+    def lost(self) -> bool:
+        """Whether bytes may land in blocks that were given up: they can never be admitted."""
+        return bool(self._unsettled)
+
+    @property
     def settled(self) -> bool:
         """Whether no pull can write to the blocks any more."""
-        return not self._on_their_way and not self._lost
+        return not self._on_their_way and not self._unsettled
 
     def start(self, indexes: Sequence[int]) -> int:
         """A pull of these missing blocks begins; returns its number."""
@@ -86,7 +91,7 @@ class Intake:
     def on_event(self, number: int, event: Event) -> None:
         """The puller's word on one of these pulls."""
         if isinstance(event, Settled):
-            self._lost.remove(number)
+            self._unsettled.remove(number)
             return
         indexes = self._on_their_way.pop(number)
         match event:
@@ -96,7 +101,7 @@ class Intake:
             case PullFailed(settled=True) | PullAborted(settled=True):
                 self._missing.update(indexes)
             case _:
-                self._lost.add(number)
+                self._unsettled.add(number)
 
 
 def pull_key(key: Key, number: int) -> bytes:

@@ -193,14 +193,21 @@ class Engine:
         """Nothing more arrives for a quarantined key."""
         self.pool.release(self._quarantined.pop(key), Hold.QUARANTINED)
 
+    @property
+    def quarantined(self) -> set[Key]:
+        """Keys whose blocks wait for :meth:`settle`."""
+        return set(self._quarantined)
+
     def check_integrity(self) -> None:
         """Assert that every active or quarantined block is held by exactly those who count on it,
         and that the scheduler's sequences are ours.
         """
         self.pool.check_integrity()
         active: Counter[int] = Counter()
-        for holder in (*self._seqs.values(), *self._reserved.values()):
-            active.update(holder.blocks)
+        for seq in self._seqs.values():
+            active.update(seq.blocks)
+        for reservation in self._reserved.values():
+            active.update(reservation.blocks)
         assert active == self.pool.held(Hold.ACTIVE), "blocks and their holders differ"
         quarantined = Counter(b for blocks in self._quarantined.values() for b in blocks)
         assert quarantined == self.pool.held(Hold.QUARANTINED), "quarantine differs"

@@ -74,6 +74,9 @@ class ScriptedPuller:
 
     def __init__(self) -> None:
         self.pulls: dict[bytes, Pull] = {}  # outcome or Settled still to come
+        self.known: set[tuple[str, int]] = set()  # incarnations that the transport keeps
+        self.most_known = 0
+        self._leaving: set[tuple[str, int]] = set()
 
     def pull(
         self,
@@ -85,17 +88,34 @@ class ScriptedPuller:
     ) -> None:
         assert key not in self.pulls, "this key is being pulled"
         assert (peer.worker_id, peer.epoch) == (ticket.worker_id, ticket.epoch)
+        assert pairs, "a pull of nothing"
+        assert all(0 <= index < len(ticket.block_ids) for index, _ in pairs)
+        busy = {local for pull in self.pulls.values() for local in pull.blocks}
+        assert not busy & {local for _, local in pairs}, "a block is the target of two pulls"
         self.pulls[key] = Pull(ticket, tuple(pairs), deadline)
+        self.known.add((peer.worker_id, peer.epoch))
+        self.most_known = max(self.most_known, len(self.known))
 
     def abort(self, key: bytes) -> None:
         if key in self.pulls:
             self.pulls[key].aborted = True
 
+    def forget(self, peer: AgentCard) -> None:
+        self._leaving.add((peer.worker_id, peer.epoch))
+        self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        busy = {(pull.ticket.worker_id, pull.ticket.epoch) for pull in self.pulls.values()}
+        self.known -= self._leaving - busy
+        self._leaving &= busy
+
     def keys(self, told: bool = False) -> list[bytes]:
         return [key for key, pull in self.pulls.items() if pull.told == told]
 
     def arrived(self, key: bytes) -> Arrived:
+        assert not self.pulls[key].told
         pull = self.pulls.pop(key)
+        self._forget_idle()
         return Arrived(key, pull.blocks, len(pull.pairs) * SPAN)
 
     def failed(self, key: bytes, settled: bool) -> PullFailed:
@@ -105,27 +125,35 @@ class ScriptedPuller:
         return PullAborted(key, self._end(key, settled), settled)
 
     def settled(self, key: bytes) -> Settled:
-        return Settled(key, self.pulls.pop(key).blocks)
+        assert self.pulls[key].told
+        blocks = self.pulls.pop(key).blocks
+        self._forget_idle()
+        return Settled(key, blocks)
 
     def _end(self, key: bytes, settled: bool) -> tuple[int, ...]:
         pull = self.pulls[key]
+        assert not pull.told
         pull.told = True
         if settled:
             del self.pulls[key]
+            self._forget_idle()
         return pull.blocks
 
 
 class Box:
     """A whole worker but for tensors, threads and sockets."""
 
-    def __init__(self, worker_id: str, epoch: int = 7, blocks: int = 33) -> None:
-        self.runner = FakeRunner(BLOCK)
+    def __init__(
+        self, worker_id: str, epoch: int = 7, blocks: int = 33, chunk_budget: int = 0
+    ) -> None:
+        self.runner = FakeRunner(BLOCK, token_budget=8, chunk_budget=chunk_budget)
         config = EngineConfig(
             kv_blocks=blocks,
             block_size=BLOCK,
             max_model_len=MAX_LEN,
             max_num_seqs=4,
             token_budget=8,
+            chunk_budget=chunk_budget,
         )
         self.engine = Engine(config, self.runner)
         self.puller = ScriptedPuller()
@@ -179,7 +207,17 @@ class Box:
         if self.engine.has_work:
             self.roles.on_outputs(self.engine.step(self.now), self.now)
         self.roles.flush(self.now)
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """What holds between any two messages."""
         self.engine.check_integrity()
+        self.exporter.check_integrity()
+        self.decode.check_integrity()
+        writable = {local for pull in self.puller.pulls.values() for local in pull.blocks}
+        waiting = [r.blocks[r.num_cached :] for r in self.engine._reserved.values()]
+        fenced = {b for blocks in (*waiting, *self.engine._quarantined.values()) for b in blocks}
+        assert writable <= fenced, "a pull can write to a block that somebody uses"
 
     def run(self) -> list[wire.Message]:
         """Step until there is no work; what was said."""
@@ -197,8 +235,7 @@ class Box:
 
     def check_idle(self) -> None:
         """Nothing is open and nothing is held."""
-        self.engine.check_integrity()
-        self.exporter.check_integrity()
+        self.check_integrity()
         counts = self.engine.pool.counts()
         held = {name: counts[name] for name in ("active", "leased", "quarantined")}
         assert held == {"active": 0, "leased": 0, "quarantined": 0}

@@ -227,7 +227,9 @@ def test_a_request_that_ends_during_its_pull_keeps_the_blocks_until_it_settles(
     else:
         act, kind = ENDS[end]
         failure(act(pair.d), kind)
-    assert pair.d.engine.pool.counts()["active"] == 2
+    assert pair.d.roles.num_open == 0
+    assert pair.d.engine.pool.counts()["quarantined"] == 2
+    assert pair.d.puller.pulls[key].aborted
     assert end_pull(pair, key, how) == []
     assert pair.d.run() == []
     pair.p.say(wire.Release(answer.ticket_id))
