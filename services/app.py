@@ -38,8 +38,10 @@ from services.resolve import resolve
 from services.settings import router_settings, worker_settings
 
 APP_NAME = "baton"
-DRAIN_S = 30.0  # a worker that leaves may finish its sequences for so long, then hands them back
-CLOSE_S = 5.0  # ... and this much later Serve kills it
+CLOSE_S = 10.0  # a worker hands back what is left after ``drain_s``; so much later Serve kills it
+# A replica is unhealthy after three failed checks: 24 s when it does not answer at all.
+HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 8.0
 DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker", "mixed": "MixedWorker"}
 # Serve's default of 2 s between looks at whether a replica has drained makes every stop that long.
 SHUTDOWN_LOOP_S = 0.1
@@ -87,30 +89,42 @@ class WorkerReplica:
         self._registry = RegistryClient(spec.registry)
         folder = await asyncio.to_thread(fetch, spec.config.model, report=log.info)
         host = "127.0.0.1" if spec.one_host else _node_ip()
+        self._drain_s = getattr(spec.config, role).drain_s
         self._worker = Worker(worker_settings(role, spec.config, folder, host, spec.secret))
-        self._card = await self._worker.start()
+        self._state, self._news = "", asyncio.Event()
+        self._worker.on_load = self._on_load
+        await self._worker.start()
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
 
+    def _on_load(self, load: wire.Load) -> None:
+        if load.state != self._state:
+            self._state = load.state
+            self._news.set()
+
     async def _beat(self) -> None:
-        while True:
-            await self._registry.heartbeat(self._card, self._worker.load())
-            await asyncio.sleep(HEARTBEAT_S)
+        """Report each second and on each change of state, and leave with the worker."""
+        card = self._worker.card
+        assert card is not None
+        while self._state != "left":
+            self._news.clear()
+            await self._registry.heartbeat(self._worker.card or card, self._worker.load())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), HEARTBEAT_S)
+        await self._registry.leave(card.worker_id)
 
     async def check_health(self) -> None:
         """Called by Serve; an exception means that the replica must be replaced."""
-        if not self._worker.alive:
-            raise RuntimeError(f"{self._card.worker_id}: the engine or its KV transport has ended")
+        if self._worker.failure:
+            raise RuntimeError(f"{self._worker.settings.worker_id}: {self._worker.failure}")
         if self._heart.done():
             self._heart.result()
+            raise RuntimeError(f"{self._worker.settings.worker_id} was drained and has left")
 
     async def __del__(self) -> None:
         """Called by Serve before it ends the replica: scale-down, rollout, shutdown."""
-        await self._worker.drain(DRAIN_S)
-        self._heart.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._heart
-        await self._registry.leave(self._card.worker_id)
+        await self._worker.drain(self._drain_s)
         await self._worker.close()
+        await self._heart
 
 
 def _node_ip() -> str:
@@ -136,22 +150,30 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
         # On a cluster, the Serve config sets ``ray_actor_options`` for each deployment.
         "ray_actor_options": {"num_cpus": 0},
         "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOP_S,
-        "graceful_shutdown_timeout_s": DRAIN_S + CLOSE_S,
         "max_constructor_retry_count": constructor_tries,
-        "health_check_period_s": 5,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "logging_config": LoggingConfig(enable_access_log=False),
     }
     worker: Any = serve.deployment(WorkerReplica)
     router: Any = serve.deployment(serve.ingress()(Router))
     workers = [
-        worker.options(name=DEPLOYMENTS[role], num_replicas=pool.replicas, **common).bind(
-            role, spec
-        )
+        worker.options(
+            name=DEPLOYMENTS[role],
+            num_replicas=pool.replicas,
+            graceful_shutdown_timeout_s=pool.drain_s + CLOSE_S,
+            **common,
+        ).bind(role, spec)
         for role, pool in spec.config.pools()
     ]
     # The router has limits of its own, which answer 429; Serve's would answer 503.
     app: serve.Application = router.options(
-        name="Router", max_ongoing_requests=100_000, **common
+        name="Router",
+        num_replicas=spec.config.routers,
+        max_ongoing_requests=100_000,
+        # ends of streams are waited for; the workers drain at the same time
+        graceful_shutdown_timeout_s=max(pool.drain_s for _, pool in spec.config.pools()) + CLOSE_S,
+        **common,
     ).bind(spec, workers)
     return app
 

@@ -47,6 +47,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure = ""
+        self.beats = 0  # rises at least four times a second, or the thread hangs
         self._engine = engine
         self._handler = handler
         self._clock = clock
@@ -75,6 +76,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._apply_commands():
+                self.beats += 1
                 now = self._clock()
                 self._handler.tick(now)
                 if self._engine.has_work:

@@ -2,10 +2,18 @@
 
 Both roles are mounted on every worker; its role only tells routers what to send. All methods run in
 the engine's thread. What is wrong with one message ends that request, never the worker.
+
+A worker that leaves::
+
+    ready ──drain──► draining ──nothing is left, or it was handed back──► drained
+
+New work is refused at once. What runs may end until the deadline; then it is handed back to its
+router, which goes on elsewhere with the tokens so far. Exported tickets are waited for as well,
+some seconds longer: their pulls may be under way.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvtransfer.hashing import unpack_ids
@@ -23,8 +31,12 @@ log = logging.getLogger(__name__)
 _NEVER = float("inf")
 _MAX_SALT_BYTES = 255  # of a block's name
 _REPORT_INTERVAL_S = 0.25  # between load reports of a busy worker
+_LINGER_S = 0.25  # what crossed the news of the drain on its way is refused, not lost
+LAST_PULLS_S = 2.0  # tickets are kept so much longer than the requests that were handed back
 
 Work = wire.Prefill | wire.Reserve | wire.Decode
+Transfers = tuple[int, Mapping[str, int]]
+"""Of the KV transport: how often it was rebuilt, and faults that were injected, by kind."""
 
 
 class Roles:
@@ -39,8 +51,11 @@ class Roles:
         vocab_size: int,
         transport: str,
         on_load: Callable[[wire.Load], None],
+        on_drained: Callable[[], None] = lambda: None,
+        transfers: Callable[[], Transfers] = lambda: (0, {}),
     ) -> None:
         self.state = "ready"
+        self.drained = False
         self._engine = engine
         self._prefill = prefill
         self._decode = decode
@@ -48,6 +63,10 @@ class Roles:
         self._vocab_size = vocab_size
         self._transport = transport
         self._on_load = on_load
+        self._on_drained = on_drained
+        self._transfers = transfers
+        self._hand_back_at = _NEVER
+        self._leave_from: float | None = None
         self._links: set[Peer] = set()
         self._reported = -_NEVER
         self._load: wire.Load | None = None
@@ -87,8 +106,14 @@ class Roles:
                 self._prefill.renew(link, message, now)
             case wire.Abort(request, attempt):
                 self._end((request, attempt), link, "aborted", "aborted by the router")
+            case wire.Check(request, attempt):
+                self._check((request, attempt), link)
             case wire.Peer(card):
                 self._decode.peer(card)
+            case wire.TicketPart():
+                self._decode.part(message)
+            case wire.Forget(worker_id, epoch):
+                self._decode.forget(worker_id, epoch)
             case _:
                 log.warning("a router sent %s, which it must not", type(message).__name__)
 
@@ -191,6 +216,39 @@ class Roles:
         if self._prefill.abort(key) or self._decode.abort(key):
             self._outbox.put(link, wire.Failed(*key, kind=kind, message=reason))
 
+    def _check(self, key: Key, link: Peer) -> None:
+        """A router has waited for long: tell it if it waits for nothing."""
+        if not self._prefill.knows(key) and self._decode.knows(key) is None:
+            message = "the worker knows nothing of this request"
+            self._outbox.put(link, wire.Failed(*key, kind="lost", message=message))
+
+    # --- leaving -------------------------------------------------------------------------------
+
+    def drain(self, deadline: float = _NEVER) -> None:
+        """Take no new work from now on, and hand back at ``deadline`` what has not ended.
+
+        Of several deadlines the earliest holds. ``on_drained`` is called when nothing is left.
+        """
+        self.state = "draining"
+        self._hand_back_at = min(self._hand_back_at, deadline)
+
+    def _tick_drain(self, now: float) -> None:
+        if self._leave_from is None:
+            self._leave_from = now + _LINGER_S
+        if now >= self._hand_back_at:
+            self._hand_back()
+        if self.num_open and now < self._hand_back_at + LAST_PULLS_S:
+            return
+        if now >= self._leave_from:
+            self.drained = True
+            self._outbox.flush()  # before anybody closes a link
+            self._on_drained()
+
+    def _hand_back(self) -> None:
+        for link in self._links:
+            for key in self._prefill.of_link(link) + self._decode.of_link(link):
+                self._end(key, link, "draining", "the worker is leaving")
+
     # --- engine loop ---------------------------------------------------------------------------
 
     def on_events(self, events: list[Event], now: float) -> None:
@@ -199,15 +257,18 @@ class Roles:
             self._decode.on_event(event, now)
 
     def on_outputs(self, outputs: list[Output], now: float) -> None:
-        """New tokens of a step."""
+        """A step is over: its new tokens."""
         for output in outputs:
             if not self._prefill.on_output(output, now):
                 self._decode.on_output(output, now)
+        self._prefill.send_parts()
 
     def tick(self, now: float) -> None:
-        """Leases and deadlines."""
+        """Leases, deadlines, and the way out."""
         for key, link in self._prefill.tick(now) + self._decode.tick(now):
             self._end(key, link, "deadline", "the request's deadline passed")
+        if self.state == "draining" and not self.drained:
+            self._tick_drain(now)
 
     def flush(self, now: float) -> None:
         """Send what has gathered; report the load when it changed, at most four times a second."""
@@ -230,14 +291,11 @@ class Roles:
         if self._load is not None:
             self._on_load(replace(self._load, state="dead"))
 
-    def drain(self) -> None:
-        """Take no new work from now on."""
-        self.state = "draining"
-
     def load(self) -> wire.Load:
         """What this worker is doing now."""
         scheduler = self._engine.scheduler
         stats = scheduler.stats
+        rebuilds, faults = self._transfers()
         seqs = [*scheduler.running, *scheduler.waiting]
         return wire.Load(
             state=self.state,
@@ -256,4 +314,7 @@ class Roles:
             preemptions=stats.preemptions,
             failed_pulls=self._decode.stats.failed,
             expired_leases=self._prefill.exporter.expired_count,
+            early_blocks=self._decode.stats.early_blocks,
+            agent_rebuilds=rebuilds,
+            faults=faults,
         )

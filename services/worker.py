@@ -1,10 +1,14 @@
 """One worker: model, KV memory, engine thread, puller thread, and the endpoint routers talk to.
 
 Composition only; what a worker says and does is in ``roles``, ``prefill`` and ``decode``. Runs on
-the caller's event loop: as a Ray Serve replica (``app``), or several in one process (``local``).
+the caller's event loop: as a Ray Serve replica (``app``), or several in one process (``local``)::
+
+    starting ──► ready ──drain──► draining ──► left         (a Drain frame, or its owner)
+                   └──engine or puller fails or hangs──► dead
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -17,29 +21,37 @@ from pathlib import Path
 import torch
 
 from kvtransfer.exporter import Exporter
+from kvtransfer.faults import Faults, parse_faults
 from kvtransfer.importer import Event, Importer
 from kvtransfer.layout import KVLayout
 from kvtransfer.puller import Puller
 from kvtransfer.region import Region
 from kvtransfer.ticket import AgentCard
+from kvtransfer.transport import Transport
 from kvtransfer.transports import open_transport
 from router import wire
 from router.link import Link, WorkerServer, serve_worker
 from services.decode import DecodeService
+from services.engine.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.model import Model, read_config
 from services.engine.runner import ModelRunner
 from services.engine.weights import read_weights
 from services.engine_loop import EngineLoop
+from services.measure import token_budget
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
-from services.roles import Roles
+from services.resolve import with_chunk_budget
+from services.roles import LAST_PULLS_S, Roles
 from services.settings import WorkerSettings
+from services.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-_DRAIN_POLL_S = 0.05
+_ANSWER_S = 5.0  # for the engine to say that it has drained; a step may be under way
+_ENDS = ("dead", "left")
+_HUNG_S = 1.0  # to wait for the end of threads that do not move
 
 
 class _Router:
@@ -51,6 +63,17 @@ class _Router:
 
     def send(self, *messages: wire.Message) -> None:
         self.link.send(*messages)
+
+
+def _with_budgets(role: str, config: EngineConfig, runner: ModelRunner) -> EngineConfig:
+    """Step lengths: those that were asked for, else what this model does in time here."""
+    if not config.token_budget:
+        began = time.monotonic()
+        config = replace(config, token_budget=token_budget(runner, config))
+        config = replace(config, chunk_budget=min(config.chunk_budget, config.token_budget))
+        seconds = time.monotonic() - began
+        log.info("a step computes %d tokens (measured in %.1f s)", config.token_budget, seconds)
+    return with_chunk_budget(role, config)
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,6 +95,10 @@ class Worker:
         self._load: wire.Load | None = None
         self._routers: dict[Link, _Router] = {}
         self._heartbeat: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()  # or there is nothing that could be
+        self._hung = ""
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -81,8 +108,8 @@ class Worker:
         Raises ModelError, TransportError (also when NIXL is not usable here) and OSError.
         """
         self._asyncio = asyncio.get_running_loop()
-        agent = await asyncio.to_thread(self._build)
-        settings, config = self.settings, self.settings.engine
+        await asyncio.to_thread(self._build)
+        settings, config = self.settings, self.engine.config
         self._server: WorkerServer = await serve_worker(
             settings.host,
             0,
@@ -102,18 +129,19 @@ class Worker:
             port=self._server.port,
             pid=os.getpid(),
             layout=asdict(self.layout),
-            agents=(agent,),
+            agents=(self._agent,),
             kv_blocks=config.kv_blocks,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
+            local_prefill=settings.local_prefill and settings.role == "decode",
         )
         self._loop.start()
         self._heartbeat = asyncio.create_task(self._beat())
         return self.card
 
-    def _build(self) -> AgentCard:
+    def _build(self) -> None:
         settings, config = self.settings, self.settings.engine
         torch.set_num_threads(config.threads)
         model = load_model(settings.model_dir, config.dtype, config.device)
@@ -129,18 +157,19 @@ class Worker:
         )
         fingerprint = self.layout.fingerprint()
         self.region = Region(self.layout, config.kv_blocks, config.device)
-        transport = open_transport(
-            settings.transport,
-            settings.worker_id,
-            self.epoch,
-            settings.host,
-            settings.net_devices,
-        )
-        metadata = transport.register(self.region)
+        plan = parse_faults(settings.pull_faults)
+        self._faults = None if plan is None else Faults(plan)
+        transport = self._open_transport()
         runner = ModelRunner(model, self.region, self.epoch, settings.checksums)
-        self.engine = Engine(config, runner)
+        self.engine = Engine(_with_budgets(settings.role, config, runner), runner)
         outbox = Outbox(lambda batch: self._call_soon(self._deliver, batch))
-        importer = Importer(self.region, transport, settings.checksums)
+        importer = Importer(
+            self.region,
+            transport,
+            settings.checksums,
+            settings.pull_stall_s,
+            self._open_transport,
+        )
         self._puller = Puller(importer, self._on_events)
         exporter = Exporter(
             settings.worker_id, self.epoch, fingerprint, settings.secret, settings.lease_s
@@ -153,41 +182,100 @@ class Worker:
             shape.vocab_size,
             transport.name,
             lambda load: self._call_soon(self._report, load),
+            lambda: self._call_soon(self._drained.set),
+            self._transfers,
         )
         self._load = self.roles.load()
         self._loop = EngineLoop(self.engine, self.roles)
-        return AgentCard(
-            settings.worker_id,
-            self.epoch,
-            fingerprint,
-            config.kv_blocks,
-            transport.name,
-            metadata,
+        self._watchdogs = (
+            Watchdog("the engine", settings.stall_s, lambda: self._loop.beats),
+            Watchdog("the KV puller", settings.stall_s, lambda: self._puller.beats),
         )
 
+    def _open_transport(self, build: int = 0) -> Transport:
+        """The KV transport, or another one in its place; how peers reach it goes into the card."""
+        settings = self.settings
+        transport = open_transport(
+            # A mixed worker moves no KV: it needs no network for it.
+            settings.transport if settings.role != "mixed" else "memory",
+            settings.worker_id,
+            self.epoch,
+            settings.host,
+            settings.net_devices,
+            settings.ucx_tls,
+            build,
+            self._faults,
+        )
+        agent = AgentCard(
+            settings.worker_id,
+            self.epoch,
+            self.layout.fingerprint(),
+            settings.engine.kv_blocks,
+            transport.name,
+            transport.register(self.region),
+        )
+        if self.card is not None:
+            log.warning("%s: its KV transport was replaced", settings.worker_id)
+            self.card = replace(self.card, agents=(agent,))
+        self._agent = agent
+        return transport
+
+    def _transfers(self) -> tuple[int, dict[str, int]]:
+        return self._puller.rebuild_count, dict(self._faults.counts) if self._faults else {}
+
     async def drain(self, deadline_s: float) -> bool:
-        """Take no new work and wait for what is here; whether all of it ended in time."""
-        self._loop.submit(self.roles.drain)
-        end = time.monotonic() + deadline_s
-        while self.roles.state != "draining" or self.roles.num_open:
-            if time.monotonic() >= end or not self.alive:
-                return False
-            await asyncio.sleep(_DRAIN_POLL_S)
-        return True
+        """Take no new work, wait for what is here, hand back at the deadline what is left of it.
+
+        True when nothing is left, False when the engine does not answer. Ends at most seven seconds
+        after the deadline. Of several drains the earliest deadline holds.
+        """
+        deadline = time.monotonic() + deadline_s
+        self._loop.submit(functools.partial(self.roles.drain, deadline))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s + LAST_PULLS_S + _ANSWER_S):
+                await self._drained.wait()
+        return self.roles.drained
+
+    def leave(self, deadline_s: float) -> None:
+        """Drain and close; the state is "left" from then on."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(deadline_s))
+        else:
+            deadline = time.monotonic() + deadline_s
+            self._loop.submit(functools.partial(self.roles.drain, deadline))
+
+    async def _leave(self, deadline_s: float) -> None:
+        log.info("%s drains for %.0f s at most", self.settings.worker_id, deadline_s)
+        await self.drain(deadline_s)
+        await self.close()
 
     async def close(self) -> None:
         """End the endpoint, the threads and the transport. What is still open fails."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        if self.card is not None:
-            await self._server.close()
-            await asyncio.to_thread(self._loop.stop)
-            await asyncio.to_thread(self._puller.close)
+        if self.card is None:
+            return
+        timeout_s = {"timeout_s": _HUNG_S} if self.failure else {}
+        self._report(replace(self.load(), state="left"))
+        await self._server.close()
+        await asyncio.to_thread(self._loop.stop, **timeout_s)
+        await asyncio.to_thread(self._puller.close, **timeout_s)
+
+    @property
+    def failure(self) -> str:
+        """Why this worker is of no use any more, or ""."""
+        ended = "" if self._loop.alive or self._closing else "the engine has ended"
+        return self._loop.failure or self._puller.failure or self._hung or ended
 
     @property
     def alive(self) -> bool:
         """Whether engine and puller still work."""
-        return self._loop.alive and not self._puller.failure
+        return not self.failure and self._closing is None
 
     def load(self) -> wire.Load:
         """The latest report, at most a second old."""
@@ -210,6 +298,9 @@ class Worker:
         self._loop.submit(functools.partial(self.roles.connected, router, tickets))
 
     def _on_message(self, link: Link, message: wire.Message) -> None:
+        if isinstance(message, wire.Drain):
+            self.leave(message.deadline_ms / 1000)
+            return
         router = self._routers[link]
         self._loop.submit(lambda: self.roles.handle(router, message, time.monotonic()))
 
@@ -222,18 +313,30 @@ class Worker:
             peer.send(*messages)
 
     def _report(self, load: wire.Load) -> None:
+        if self.load().state in _ENDS and load.state not in _ENDS:
+            return  # the engine's last words
         self._load = load
         self.on_load(load)
         for link in self._routers:
             link.send(load)
             if load.state == "dead":  # what came in too late to be answered must not wait for ever
                 link.close("the engine failed")
+        if load.state == "dead":
+            self._drained.set()
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            load = self.load()
-            self._report(load if self.alive else replace(load, state="dead"))
+            self._watch()
+            self._report(replace(self.load(), state="dead") if self.failure else self.load())
+
+    def _watch(self) -> None:
+        """Notice threads that hang."""
+        for watchdog in self._watchdogs:
+            reason = watchdog.look(time.monotonic())
+            if reason and not self.failure:
+                log.error("%s: %s", self.settings.worker_id, reason)
+                self._hung = reason
 
     # --- from the other threads ----------------------------------------------------------------
 
