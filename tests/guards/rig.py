@@ -185,6 +185,9 @@ class Pulls:
     def abort(self, key: bytes) -> None:
         self._importer.abort(key)
 
+    def forget(self, peer: AgentCard) -> None:
+        self._importer.forget(peer)
+
 
 class Worker:
     """One worker, driven by hand. ``blocks`` counts the padding block."""
