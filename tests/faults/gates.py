@@ -1,4 +1,4 @@
-"""Gates: places in a running deployment where a test holds it, exactly there, for as long as needed.
+"""Gates: places in a running deployment where a test holds it exactly there, as long as needed.
 
 A gate sits at a seam that the product has anyway (the engine's step and runner, the KV transport,
 the router's queue, what a worker's link delivers), so nothing in the product knows of it.

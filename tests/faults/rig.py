@@ -21,9 +21,10 @@ from router.api import create_api
 from router.dispatch import Dispatcher
 from router.tokenizer import ByteTokenizer
 from services.config import load
+from services.engine.model import ModelConfig
 from services.local import LocalGraph, local_graph
-from services.worker import Worker
 from tests.faults.gates import EngineGate, RouterGate, TransportGate
+from tests.faults.leftovers import worker_leftovers
 from tests.support.tiny_model import SHAPE, save_model
 
 VOCAB = 257  # of ByteTokenizer
@@ -32,11 +33,15 @@ CHUNK = 32  # tokens of one step, so that prompts have several chunks
 POLL_S = 0.001  # between looks at what happens in other threads
 
 
-def tiny_folder(parent: Path) -> Path:
+TINY = replace(SHAPE, vocab_size=VOCAB, max_model_len=LONGEST)
+BIGGER = replace(TINY, num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=4, head_dim=64)
+
+
+def model_folder(parent: Path, shape: ModelConfig = TINY) -> Path:
     """A model folder whose vocabulary is that of :class:`ByteTokenizer`."""
-    folder = parent / "tiny"
-    save_model(folder, replace(SHAPE, vocab_size=VOCAB, max_model_len=LONGEST))
-    (folder / "tokenizer.json").write_text("{}")  # only asked for; the rig passes a tokenizer
+    folder = parent / "model"
+    save_model(folder, shape)
+    (folder / "tokenizer.json").write_text("{}")  # only asked for; the rigs pass a tokenizer
     return folder
 
 
@@ -120,6 +125,10 @@ class HttpClient:
             body = _unchunked(body)
         return int(head.split()[1]), body.decode()
 
+    def close(self) -> None:
+        """The client has read everything."""
+        self._writer.close()
+
     async def line(self) -> str:
         """The next line of the response, as it comes; empty at its end."""
         return (await self._reader.readline()).decode()
@@ -135,6 +144,71 @@ def _unchunked(body: bytes) -> bytes:
         if not length:
             break
     return b"".join(parts)
+
+
+class Stream:
+    """A streaming completion that is read while it runs."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self.ids: list[int] = []
+        self.finish = ""
+        self.error: dict[str, Any] | None = None
+        self.done = False  # [DONE] has come
+        self.posted, self.first_token, self.ended = time.monotonic(), 0.0, 0.0
+        self.client = client
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def post(cls, port: int, prompt: list[int], max_tokens: int, **options: Any) -> "Stream":
+        """Send the request and begin to read."""
+        body = completion_body(prompt, max_tokens, stream=True, **options)
+        return cls(await HttpClient.post(port, body))
+
+    async def until_tokens(self, count: int) -> None:
+        """Until so many have come."""
+        await until(lambda: len(self.ids) >= count or self._reading.done(), f"{count} tokens")
+        assert len(self.ids) >= count, f"the stream ended: {self.error}"
+
+    async def end(self, timeout_s: float = 30.0) -> None:
+        """Until the connection ends; a stream must have had its terminal event by then."""
+        async with asyncio.timeout(timeout_s):
+            await self._reading
+        assert self.done, "the stream ended without [DONE]"
+        assert bool(self.finish) != bool(self.error), (self.finish, self.error)
+
+    async def _read(self) -> None:
+        while line := await self.client.line():
+            if line.startswith("{"):  # an error before the first token: JSON, no event
+                self.error, self.done = json.loads(line), True
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ").strip()
+            assert not self.done, f"after [DONE]: {data}"
+            if data == "[DONE]":
+                self.done = True
+                continue
+            assert not self.error, f"after the error: {data}"
+            event = json.loads(data)
+            if "error" in event:
+                self.error = event
+                continue
+            (choice,) = event["choices"]
+            if choice.get("token_ids"):
+                self.first_token = self.first_token or time.monotonic()
+                self.ids += choice["token_ids"]
+            self.finish = choice["finish_reason"] or self.finish
+        self.ended = time.monotonic()
+        self.client.close()
+
+
+async def complete(port: int, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+    """Token ids of a non-streaming completion of exactly ``max_tokens`` tokens."""
+    body = completion_body(prompt, max_tokens, **options)
+    status, text = await (await HttpClient.post(port, body)).answer()
+    assert status == 200, text
+    ids: list[int] = json.loads(text)["choices"][0]["token_ids"]
+    assert len(ids) == max_tokens
+    return ids
 
 
 @dataclass
@@ -177,15 +251,7 @@ class Rig:
 
     def leftovers(self) -> list[str]:
         """What is not idle, on any side; empty when all is."""
-        left = []
-        if self.dispatcher.num_jobs or len(self.dispatcher.queue):
-            left.append(f"router: {self.dispatcher.num_jobs} jobs")
-        for record in self.dispatcher.table.workers.values():
-            if record.calls or record.tickets or record.aborted:
-                left.append(
-                    f"router's record of {record.card.worker_id}: {len(record.calls)} calls,"
-                    f" {len(record.tickets)} tickets, {len(record.aborted)} unanswered aborts"
-                )
+        left = router_leftovers(self.dispatcher)
         for role, gate in self.engines.items():
             left += [f"{role}: {text}" for text in worker_leftovers(gate.worker)]
         return left
@@ -200,28 +266,21 @@ class Rig:
 
     async def complete(self, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
         """Token ids of an undisturbed, non-streaming completion."""
-        body = completion_body(prompt, max_tokens, **options)
-        status, text = await (await HttpClient.post(self.port, body)).answer()
-        assert status == 200, text
-        ids: list[int] = json.loads(text)["choices"][0]["token_ids"]
-        assert len(ids) == max_tokens
-        return ids
+        return await complete(self.port, prompt, max_tokens, **options)
 
 
-def worker_leftovers(worker: Worker) -> list[str]:
-    """What a worker of this process still holds; read from another thread than its engine's."""
-    engine, roles = worker.engine, worker.roles
+def router_leftovers(dispatcher: Dispatcher) -> list[str]:
+    """What a router still knows of any request."""
     left = []
-    if roles.num_open:
-        left.append(f"{roles.num_open} requests and tickets")
-    if engine.scheduler.running or engine.scheduler.waiting:
-        left.append(f"{len(engine.scheduler.running)} running, {engine.scheduler.waiting} waiting")
-    try:
-        counts = engine.pool.counts()
-    except RuntimeError:  # it changed while it was being counted
-        return [*left, "blocks on the move"]
-    held = {kind: counts[kind] for kind in ("active", "leased", "quarantined") if counts[kind]}
-    return [*left, f"blocks {held}"] if held else left
+    if dispatcher.num_jobs or len(dispatcher.queue):
+        left.append(f"router: {dispatcher.num_jobs} jobs")
+    for record in dispatcher.table.workers.values():
+        if record.calls or record.tickets or record.aborted:
+            left.append(
+                f"router's record of {record.card.worker_id}: {len(record.calls)} calls,"
+                f" {len(record.tickets)} tickets, {len(record.aborted)} unanswered aborts"
+            )
+    return left
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,16 @@ import pytest
 
 from router import wire
 from tests.faults.gates import EngineGate
-from tests.faults.rig import CHUNK, VOCAB, HttpClient, Rig, completion_body, rig, tiny_folder, until
+from tests.faults.rig import (
+    CHUNK,
+    VOCAB,
+    HttpClient,
+    Rig,
+    completion_body,
+    model_folder,
+    rig,
+    until,
+)
 
 TRANSPORTS = ("memory", "tcp", "nixl")
 MAX_STEPS = 2
@@ -27,7 +36,7 @@ PROBE = list(b"The quick brown fox jumps over the lazy dog, and the probe is rig
 
 @dataclass
 class Case:
-    """One request that will be cut. ``variant`` counts up, so that each way to be there is taken."""
+    """One request that will be cut. ``variant`` counts up, so that each way there is taken."""
 
     rig: Rig
     random: random.Random
@@ -239,7 +248,7 @@ async def cut_often(folder: Path, transport: str, count: int) -> dict[str, tuple
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_cancel_at_each_point(tmp_path: Path, full: bool, transport: str) -> None:
-    worst = asyncio.run(cut_often(tiny_folder(tmp_path), transport, 200 if full else 12))
+    worst = asyncio.run(cut_often(model_folder(tmp_path), transport, 200 if full else 12))
     print(f"\nworst of each point over {transport}:")
     for name, (seconds, steps) in worst.items():
         print(f"  {name:<22} {seconds * 1000:6.0f} ms  {steps} steps")
