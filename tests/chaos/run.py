@@ -45,7 +45,11 @@ TRANSPORTS = {
     "nixl-tcp": ("--transport", "nixl", "--ucx-tls", "tcp"),
     "tcp": ("--transport", "tcp"),
 }
-SIZES = ("--max-model-len", str(MAX_MODEL_LEN), "--threads", "1")
+TOKEN_BUDGET = 64  # several chunks of most prompts
+SIZES = (
+    *("--max-model-len", str(MAX_MODEL_LEN), "--token-budget", str(TOKEN_BUDGET)),
+    *("--threads", "1"),
+)
 
 
 @dataclass(frozen=True)
