@@ -12,7 +12,7 @@ from services.engine.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.scheduler import Output
 from services.engine.sequence import Key, SamplingParams
-from tests.support.fake_runner import VOCAB, FakeRunner, check_states, naive, run_until_idle
+from tests.support.fake_runner import VOCAB, FakeRunner, check_states, naive, run_until_idle, states
 
 BLOCK = 4
 
@@ -23,14 +23,16 @@ def make(
     seqs: int = 8,
     max_len: int = 0,
     prefix_cache: bool = True,
+    chunks: int = 0,
 ) -> tuple[Engine, FakeRunner]:
-    runner = FakeRunner(BLOCK, budget, seqs)
+    runner = FakeRunner(BLOCK, budget, seqs, chunks)
     config = EngineConfig(
         kv_blocks=blocks,
         block_size=BLOCK,
         max_model_len=max_len or (blocks - 1) * BLOCK,
         max_num_seqs=seqs,
         token_budget=budget,
+        chunk_budget=chunks,
         prefix_cache=prefix_cache,
     )
     return Engine(config, runner), runner
@@ -76,9 +78,10 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         seqs=st.integers(1, 4),
         prefix_cache=st.booleans(),
+        chunks=st.sampled_from([0, 1, 3]),
     )
-    def start(self, blocks: int, budget: int, seqs: int, prefix_cache: bool) -> None:
-        self.engine, self.runner = make(blocks, budget, seqs, 24, prefix_cache)
+    def start(self, blocks: int, budget: int, seqs: int, prefix_cache: bool, chunks: int) -> None:
+        self.engine, self.runner = make(blocks, budget, seqs, 24, prefix_cache, chunks)
         self.asked: dict[Key, Asked] = {}
         self.leases: list[tuple[list[tuple[int, int]], list[int]]] = []
         self.quarantined: dict[Key, tuple[int, ...]] = {}
@@ -136,6 +139,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.asked[key].state = "gone"
 
     @rule(index=st.integers(0, 99))
+    def compute_in_quarantine(self, index: int) -> None:
+        """Its early pull has not settled, and it is computed here under the same key."""
+        keys = [key for key in self.quarantined if self.asked[key].state == "gone"]
+        if keys:
+            key = keys[index % len(keys)]
+            asked = self.asked[key]
+            self.asked[key] = Asked(asked.ids, len(asked.ids), SamplingParams(2))
+            self.engine.add(key, asked.ids, len(asked.ids), SamplingParams(2))
+
+    @rule(index=st.integers(0, 99))
     def settle(self, index: int) -> None:
         if self.quarantined:
             key = list(self.quarantined)[index % len(self.quarantined)]
@@ -154,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
         if key is not None:
             self.engine.abort(key)
             self.engine.abort(key)
-            assert not self.engine.knows(key)
+            assert self.engine.knows(key) == (key in self.quarantined)
             self.asked[key].state = "gone"
 
     @rule(index=st.integers(0, 99))
@@ -205,12 +218,25 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.check_integrity()
         check_states(self.engine, self.runner)
+        for key, asked in self.asked.items():
+            if asked.state == "open":
+                self.check_sealed(asked, self.engine.sealed_blocks(key))
         for pairs, ids in self.leases:
             for block, generation in pairs:
                 assert self.runner.generations[block] == generation, "a leased block was reused"
             last = pairs[-1][0]
             slot = (len(ids) - 1) % BLOCK
             assert self.runner.kv[last][slot][0] == len(ids) - 1
+
+    def check_sealed(self, asked: Asked, sealed: list[tuple[int, int]]) -> None:
+        """What a peer may be told of a sequence that runs: sealed, and its own tokens' KV."""
+        chain = states([*asked.ids, *asked.tokens])
+        assert len(sealed) * BLOCK <= len(chain)
+        for index, (block, generation) in enumerate(sealed):
+            assert self.runner.generations[block] == generation
+            first = index * BLOCK
+            expected = {slot: (first + slot, chain[first + slot]) for slot in range(BLOCK)}
+            assert self.runner.kv[block] == expected
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -380,4 +406,50 @@ def test_a_quarantined_key_stays_taken_until_it_is_settled() -> None:
     assert engine.pool.counts()["quarantined"] == 1
     engine.settle((b"a", 0))
     assert not engine.knows((b"a", 0))
+    idle(engine)
+
+
+def test_sealed_blocks_grow_with_the_steps_and_begin_with_cached_ones() -> None:
+    engine, _ = make(budget=6)
+    engine.add((b"a", 0), [1, 2, 3, 4, 5], 5, SamplingParams(1))
+    run_until_idle(engine)
+    ids = [1, 2, 3, 4, *range(7), *range(7), 0, 1]  # 20: the first block is cached
+    engine.add((b"b", 0), ids, 20, SamplingParams(2), hold=True)
+    assert engine.sealed_blocks((b"b", 0)) == []
+    found = []
+    for _ in range(3):
+        engine.step(1.0)
+        found.append(len(engine.sealed_blocks((b"b", 0))))
+    assert found == [2, 4, 5]  # 10, 16 and 20 tokens
+    sealed = engine.sealed_blocks((b"b", 0))
+    assert [generation % 2 for _, generation in sealed] == [0] * 5
+    pairs, _ids = engine.take_held((b"b", 0))
+    assert pairs == sealed
+    engine.end_lease([block for block, _ in pairs])
+    idle(engine)
+
+
+def test_integrity_names_a_block_that_nobody_counts_on() -> None:
+    engine, _ = make()
+    engine.add((b"a", 0), [1, 2, 3], 3, SamplingParams(9))
+    engine.step(1.0)
+    engine.check_integrity()
+    leaked = engine.pool.allocate(1)
+    assert leaked is not None
+    with pytest.raises(AssertionError, match="holders differ"):
+        engine.check_integrity()
+
+
+def test_a_recompute_stalls_no_decode_of_its_worker() -> None:
+    """FAULTS B090: each step of a long prompt has a token of everybody who decodes."""
+    engine, runner = make(blocks=65, budget=32, chunks=8, max_len=200)
+    for name in b"ab":
+        engine.add((bytes([name]), 0), [name % 7, 1], 2, SamplingParams(40))
+    engine.step(1.0)
+    engine.add((b"long", 0), [3] * 100, 100, SamplingParams(2))
+    for _ in range(13):
+        tokens = {output.key[0] for output in engine.step(1.0)}
+        assert tokens >= {b"a", b"b"}
+    assert b"long" in tokens
+    run_until_idle(engine)
     idle(engine)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from services.engine.blocks import BlockPool
-from services.engine.scheduler import Output, Plan, Scheduler
+from services.engine.scheduler import MAX_PASSED, Output, Plan, Scheduler
 from services.engine.sequence import SamplingParams, Sequence, Status
 from tests.support.fake_runner import FakeRunner, naive
 
@@ -19,11 +20,16 @@ class Box:
     """A scheduler and a runner that checks its plans."""
 
     def __init__(
-        self, blocks: int = 33, budget: int = 64, seqs: int = 8, max_len: int = 100
+        self,
+        blocks: int = 33,
+        budget: int = 64,
+        seqs: int = 8,
+        max_len: int = 100,
+        chunks: int = 0,
     ) -> None:
         self.pool = BlockPool(blocks)
-        self.scheduler = Scheduler(self.pool, BLOCK, budget, seqs, max_len)
-        self.runner = FakeRunner(BLOCK, budget, seqs)
+        self.scheduler = Scheduler(self.pool, BLOCK, budget, seqs, max_len, chunks)
+        self.runner = FakeRunner(BLOCK, budget, seqs, chunks)
 
     def add(self, name: str, ids: list[int], params: SamplingParams = PARAMS) -> Sequence:
         seq = Sequence((name.encode(), 0), list(ids), len(ids), params)
@@ -226,6 +232,194 @@ def test_removing_a_sequence_gives_its_blocks_back_at_any_point() -> None:
     box.scheduler.remove(running)
     assert not box.scheduler.running
     assert not box.scheduler.waiting
+    assert box.pool.num_available == box.pool.num_usable
+
+
+# --- chunks beside decodes (FAULTS B090) ----------------------------------------------------------
+
+
+def test_chunks_share_a_budget_of_their_own_and_come_after_decodes() -> None:
+    box = Box(budget=64, chunks=4)
+    box.add("long", [1] * 10)
+    assert shape(box.step()[0]) == [("long", 0, 4, False)]
+    box.add("next", [2, 3, 4])
+    box.add("tiny", [2])
+    with_kv(box, "pulled", [1, 2, 3, 4, 5])
+    # No chunks are left for "next"; behind it only those start that hold blocks.
+    assert shape(box.step()[0]) == [("long", 4, 8, False), ("pulled", 4, 5, True)]
+    assert shape(box.step()[0]) == [
+        ("pulled", 5, 6, True),
+        ("long", 8, 10, True),
+        ("next", 0, 2, False),
+        ("tiny", 0, 1, True),
+    ]
+
+
+def test_a_younger_decode_has_its_token_in_each_step_of_an_older_prompt() -> None:
+    box = Box(budget=4, seqs=4)
+    with_kv(box, "a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=30))
+    box.step()
+    box.add("long", [3] * 20)
+    with_kv(box, "b", [2, 2, 3, 4, 5], SamplingParams(max_tokens=30))
+    began = len(box.runner.plans)
+    for _ in range(12):
+        box.step()
+    rows = [[row.key[0] for row in plan.rows] for plan in box.runner.plans[began:]]
+    for name in (b"a", b"b"):
+        first = next(i for i, names in enumerate(rows) if name in names)
+        assert all(name in names for names in rows[first:]), "a prompt stalled a decode"
+    assert sum(b"long" in names for names in rows) >= 10
+
+
+def test_no_chunk_budget_is_all_of_the_token_budget() -> None:
+    box = Box(budget=8)
+    box.add("a", [1] * 20)
+    assert shape(box.step()[0]) == [("a", 0, 8, False)]
+
+
+def test_a_chunk_budget_above_the_token_budget_is_no_error() -> None:
+    box = Box(budget=4, chunks=9)
+    assert box.scheduler.chunk_budget == 4
+
+
+def test_a_decode_that_needs_room_may_preempt_the_prompt_beside_it() -> None:
+    box = Box(blocks=8, budget=8, chunks=2)  # 7 usable
+    old = with_kv(box, "old", [1, 2, 3, 4, 5, 6, 0, 1], SamplingParams(max_tokens=9))
+    box.step()
+    prompt = box.add("prompt", [2] * 16)
+    box.step()
+    assert (len(old.blocks), len(prompt.blocks)) == (3, 4)
+    tokens = box.run()
+    assert prompt.preempted == 1
+    assert old.preempted == 0
+    assert tokens["prompt"] == naive([2] * 16, 16, PARAMS, 100)
+
+
+# --- who may pass whom (FAULTS B089) ------------------------------------------------------------
+
+
+def crowded(lights: int) -> tuple[Box, Sequence]:
+    """A pool of 20 blocks of which somebody else holds 10, a prompt of 15 blocks that waits for
+    them, and small ones behind it.
+    """
+    box = Box(blocks=21, budget=64, seqs=64)
+    box.taken = box.pool.allocate(10)  # type: ignore[attr-defined]
+    heavy = box.add("heavy", [1] * 59)
+    box.step()
+    for i in range(lights):
+        box.add(f"light {i}", [2 + i % 5, 3])
+    return box, heavy
+
+
+def started(box: Box) -> list[str]:
+    names = [row.key[0].decode() for plan in box.runner.plans for row in plan.rows]
+    return list(dict.fromkeys(names))
+
+
+def test_small_ones_pass_a_heavy_one_that_finds_no_room() -> None:
+    box, heavy = crowded(10)
+    box.step()
+    assert started(box) == [f"light {i}" for i in range(10)]
+    assert heavy.num_passed == 10
+    box.pool.release(box.taken)  # type: ignore[attr-defined]
+    tokens = box.run()
+    assert tokens["heavy"] == naive([1] * 59, 59, PARAMS, 100)
+    assert len(tokens) == 11
+
+
+def test_only_so_many_pass_until_the_heavy_one_has_started() -> None:
+    box, heavy = crowded(40)
+    for _ in range(30):
+        box.step()
+    assert len(started(box)) == heavy.num_passed == MAX_PASSED
+    assert not box.scheduler.running
+    box.pool.release(box.taken)  # type: ignore[attr-defined]
+    box.step()
+    assert started(box)[MAX_PASSED] == "heavy"
+    assert len(box.run()) == 41 - MAX_PASSED
+
+
+def test_small_ones_that_never_end_coming_do_not_starve_the_heavy_one() -> None:
+    box, _heavy = crowded(0)
+    box.pool.release(box.taken)  # type: ignore[attr-defined]
+    for i in range(60):
+        for j in range(3):
+            box.add(f"{i} {j}", [2 + (i + j) % 5, 3], SamplingParams(max_tokens=9))
+        box.step()
+    assert "heavy" in started(box)[: MAX_PASSED + 4]
+
+
+def test_a_second_heavy_one_is_not_passed_more_often_than_the_first() -> None:
+    box, first = crowded(0)
+    second = box.add("second", [4] * 59)
+    for i in range(40):
+        box.add(f"light {i}", [2 + i % 5, 3])
+    for _ in range(30):
+        box.step()
+    assert first.num_passed == second.num_passed == MAX_PASSED
+    box.pool.release(box.taken)  # type: ignore[attr-defined]
+    box.run()
+    assert started(box)[MAX_PASSED : MAX_PASSED + 2] == ["heavy", "second"]
+
+
+def test_removing_the_heavy_one_lets_the_others_go_on() -> None:
+    box, heavy = crowded(40)
+    for _ in range(30):
+        box.step()
+    box.scheduler.remove(heavy)
+    assert len(box.run()) == 40 - MAX_PASSED
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(0, 2), st.booleans()),
+        min_size=1,
+        max_size=40,
+    ),
+    blocks=st.integers(13, 24),
+    chunks=st.integers(0, 8),
+    seqs=st.integers(1, 9),
+)
+def test_everybody_ends_and_nobody_is_passed_too_often(
+    arrivals: list[tuple[int, int, int, bool]], blocks: int, chunks: int, seqs: int
+) -> None:
+    """``arrivals``: prompt length, answer length, steps until the next comes, with KV or not."""
+    box = Box(blocks, 16, seqs, 48, chunks)
+    order: list[Sequence] = []
+    passed: dict[int, set[int]] = {}
+    expected: dict[str, list[int]] = {}
+    got: dict[str, list[int]] = {}
+
+    def step() -> None:
+        waiting = [seq for seq in box.scheduler.waiting if not seq.blocks and not seq.started]
+        _, outputs = box.step()
+        for output in outputs:
+            got.setdefault(output.key[0].decode(), []).append(output.token)
+        fresh = [seq for seq in waiting if seq.started]
+        for seq in waiting:
+            if not seq.started:
+                later = {id(other) for other in fresh if order.index(other) > order.index(seq)}
+                passed.setdefault(id(seq), set()).update(later)
+
+    for i, (length, answer, pause, pulled) in enumerate(arrivals):
+        ids = [i % 7] * length
+        params = SamplingParams(max_tokens=answer)
+        need = box.scheduler.blocks_for(max(1, length - 1)) + box.scheduler.num_owed
+        if pulled and length > 1 and need <= box.pool.num_available:
+            order.append(with_kv(box, str(i), ids, params))
+            expected[str(i)] = naive(ids, length - 1, params, 48)
+        else:
+            order.append(box.add(str(i), ids, params))
+            expected[str(i)] = naive(ids, length, params, 48)
+        for _ in range(pause):
+            step()
+    for _ in range(3000):
+        if not box.scheduler.running and not box.scheduler.waiting:
+            break
+        step()
+    assert got == expected
+    assert all(len(others) <= MAX_PASSED for others in passed.values())
     assert box.pool.num_available == box.pool.num_usable
 
 
