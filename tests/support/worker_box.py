@@ -298,6 +298,26 @@ class Pair:
     def decode(self, ids: Sequence[int], answer: wire.Prefilled) -> wire.Decode:
         return decode([*ids, answer.token], num_prompt=len(ids), ticket=answer.ticket)
 
+    def computing(self, ids: Sequence[int], **changes: object) -> None:
+        """Reserved at D, begun at P with early parts; not a step was made."""
+        assert isinstance(only(self.d.say(reserve(ids, **changes))), wire.Reserved)
+        assert self.d.say(wire.Peer(self.p.card)) == []
+        assert self.p.say(prefill(ids, early=True, **changes)) == []
+
+    def step(self) -> list[wire.Message]:
+        """A step of P; what it said."""
+        self.p.step()
+        return self.p.link.take()
+
+    def part(self) -> tuple[wire.TicketPart, bytes]:
+        """A step of P that makes a part, passed on to D: the part and the key of its pull."""
+        message = only(self.step())
+        assert isinstance(message, wire.TicketPart)
+        before = set(self.d.puller.pulls)
+        assert self.d.say(message) == []
+        (key,) = set(self.d.puller.pulls) - before
+        return message, key
+
     def copy(self, key: bytes) -> None:
         """The bytes of a pull: what P's blocks hold now."""
         pull = self.d.puller.pulls[key]
