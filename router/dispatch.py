@@ -1,15 +1,16 @@
-"""One request, ids to ids: admit, wait for a pair, reserve, prefill, decode, release (asyncio).
+"""One request, ids to ids: admit, wait for a pair, try, and try again elsewhere (asyncio).
 
 A request goes through these states; each has the deadline of the request, and an edge to the end::
 
-    admitted ──► queued ──pair──► reserving ──► prefilling ──► decoding ──► finished
-                   ▲                  │refused      │failed        │failed
-                   └──────────────────┴─────────────┴──────────────┘  with the tokens so far
+    admitted ──► queued ──pair──► an attempt ──last token──► finished
+                   ▲                  │failed
+                   └──────────────────┘  with the tokens so far
 
-The order is always D before P, so that nobody holds P's blocks while waiting for D's. The first
-token is passed on as soon as P has it; the transfer hides behind it. An attempt that fails is
-repeated elsewhere with ``ids = prompt + delivered tokens``: no token is sampled twice. Whatever way
-a request ends, one ``finally`` aborts what is open at the workers and releases the ticket.
+An attempt is in ``router.attempt``. The next one carries ``ids = prompt + delivered tokens``: no
+token is sampled twice. When a prefill fails, another prefill worker follows; when there is none, or
+too many have failed, a decode worker computes it all. When a decode fails, another decode worker
+follows. Past the limits of ``RouterConfig`` there is one clear error. Whatever way a request ends,
+one ``finally`` aborts what is open at the workers and releases the ticket.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import logging
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from router import wire
 from router.admission import Admitted, admit
+from router.attempt import Attempt
 from router.config import RouterSettings
 from router.errors import (
     BadRequest,
@@ -32,15 +35,14 @@ from router.errors import (
     Unavailable,
 )
 from router.job import AttemptFailed, Chunk, GenRequest, Job
-from router.pending import DEADLINE, Queue
-from router.policy import Pair, View, usable_pairs
+from router.pending import DEADLINE, STOPPING, Queue
+from router.policy import Pair, View, other_decode, usable_pairs
 from router.proof import Prover
-from router.worker import Call, WorkerLost, common_agent
+from router.worker import Worker
 from router.workers import WorkerTable
 
 DISCOVER_EVERY_S = 0.5
-RENEW_EVERY_S = 10  # a third of a lease
-MAX_PEER_ANSWERS = 3  # to UnknownPeer, in one attempt
+TICK_S = 0.25  # between looks at leases, silent calls and engines that hang
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,9 @@ class Dispatcher:
         self.table = WorkerTable(settings, epoch, self._changed)
         self.prover = Prover(self.table, self._run, self._changed)
         self.queue = Queue(self.config, self._view, self._grant)
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()  # requests by outcome, and retries
+        self.causes: Counter[str] = Counter()  # why attempts failed, and what was done instead
+        self._router_id = settings.router_id
         self._discover = discover
         self._jobs: set[Job] = set()
         self._closing = False
@@ -76,8 +80,9 @@ class Dispatcher:
         ]
 
     async def close(self) -> None:
-        """Stop; requests that still run end with an error."""
+        """Stop; requests that still run or wait end with an error. May be called again."""
         self._closing = True
+        self.queue.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -100,13 +105,16 @@ class Dispatcher:
         """For ``GET /internal/state``."""
         counted = ("finished", "failed", "refused", "cancelled", "retries")
         return {
+            "router_id": self._router_id,
             "workers": self.table.state(),
             "pairs": self.prover.state(),
             "requests": {
                 "running": len(self._jobs) - len(self.queue),
                 "queued": len(self.queue),
                 **{name: self.counters[name] for name in counted},
+                "causes": dict(self.causes),
             },
+            "faults": dict(self.table.faults.counts) if self.table.faults else {},
         }
 
     def max_context(self) -> int | None:
@@ -149,7 +157,7 @@ class Dispatcher:
             log.debug(
                 "request %s (%s): %s, %d and %d tokens, %d attempts",
                 job.id.hex(), request.label, outcome, len(request.ids), len(job.delivered),
-                job.attempt,
+                job.num_attempts,
             )  # fmt: skip
 
     # --- one request -----------------------------------------------------------------------------
@@ -167,170 +175,16 @@ class Dispatcher:
     async def _next_chunk(self, job: Job) -> Chunk:
         """Go on until there are new tokens, through as many attempts as it takes."""
         while True:
+            if job.current is None:
+                await self._take_place(job)
+            assert job.current is not None
             try:
-                chunk = await (self._continue(job) if job.decoding else self._begin(job))
-                if chunk is not None:
-                    return chunk
+                return await job.current.next_chunk()
             except AttemptFailed as failure:
                 self._give_up_or_retry(job, failure)
 
-    async def _begin(self, job: Job) -> Chunk | None:
-        """A new attempt, up to its first token or, where one worker does all, up to Decode."""
-        await self._take_place(job)
-        if job.prefill is None:
-            self._send_decode(job, b"")
-            return None
-        if job.decode is not None:
-            await self._reserve(job, job.decode)
-        return await self._prefill(job, job.prefill)
-
-    async def _reserve(self, job: Job, call: Call) -> None:
-        call.send(
-            wire.Reserve(job.id, job.attempt, job.ids, job.request.salt, job.deadline_ms),
-        )
-        message = await self._answer(job, call, "decode")
-        if not isinstance(message, wire.Reserved):
-            raise _unexpected("decode", call, message)
-
-    async def _prefill(self, job: Job, call: Call) -> Chunk:
-        call.send(
-            wire.Prefill(
-                job.id,
-                job.attempt,
-                job.ids,
-                len(job.request.ids),
-                job.sampling,
-                job.request.salt,
-                export=job.decode is not None,
-                deadline_ms=job.deadline_ms,
-            )
-        )
-        message = await self._answer(job, call, "prefill")
-        if not isinstance(message, wire.Prefilled):
-            raise _unexpected("prefill", call, message)
-        if message.ticket_id:
-            job.ticket = (call.worker, message.ticket_id)
-            call.worker.tickets.add(message.ticket_id)
-        if not (message.finish or message.ticket or job.decode is None):
-            raise _unexpected("prefill", call, message)
-        self._deliver(job, (message.token,), message.finish, message.cached_tokens)
-        if job.finish:
-            job.end_attempt()
-        else:
-            self._introduce(job)
-            self._send_decode(job, message.ticket)
-        return Chunk((message.token,), job.finish, job.cached_tokens)
-
-    def _send_decode(self, job: Job, ticket: bytes) -> None:
-        assert job.decode is not None
-        job.decoding = True
-        job.decode_ticket = ticket
-        job.decode.send(
-            wire.Decode(
-                job.id,
-                job.attempt,
-                job.ids,
-                len(job.request.ids),
-                job.sampling,
-                ticket,
-                job.request.salt,
-                job.deadline_ms,
-            )
-        )
-
-    def _introduce(self, job: Job, again: bool = False) -> None:
-        """Tell D how to reach P's pool, once per incarnation of P and connection to D."""
-        assert job.ticket is not None
-        assert job.decode is not None
-        producer, decode = job.ticket[0], job.decode.worker
-        agent = common_agent(producer, decode)
-        if agent is not None and (again or producer.key not in decode.peers):
-            job.decode.send(wire.Peer(agent))
-            decode.peers.add(producer.key)
-
-    async def _continue(self, job: Job) -> Chunk | None:
-        """The next message from D."""
-        call = job.decode
-        assert call is not None
-        message = await self._answer(job, call, "decode")
-        match message:
-            case wire.Pulled():
-                job.pulled_bytes += message.num_bytes
-                job.release()
-                return None
-            case wire.UnknownPeer() if job.peer_answers < MAX_PEER_ANSWERS and job.ticket:
-                job.peer_answers += 1
-                self._introduce(job, again=True)
-                self._send_decode(job, job.decode_ticket)
-                return None
-            case wire.Tokens(first_index=first) if first == len(job.delivered):
-                call.worker.computed(call)
-                self._deliver(job, message.ids, message.finish, message.cached_tokens)
-                if not message.ids and not job.finish:
-                    return None
-                return Chunk(message.ids, job.finish, job.cached_tokens)
-        raise _unexpected("decode", call, message)
-
-    async def _answer(self, job: Job, call: Call, side: str) -> wire.Message:
-        """The next message of a call that is not the end of its attempt."""
-        try:
-            message = await call.next(job.deadline)
-        except TimeoutError:
-            raise DeadlineExceeded(DEADLINE) from None
-        key = call.worker.key
-        match message:
-            case WorkerLost(reason):
-                name = call.worker.card.worker_id
-                raise AttemptFailed(side, "lost", f"{side} worker {name}: {reason}", key)
-            case wire.Failed(kind="pull"):
-                producer = job.ticket[0].key if job.ticket else None
-                raise AttemptFailed("prefill", "pull", message.message, producer)
-            case wire.Failed():
-                raise AttemptFailed(side, message.kind, message.message, key)
-            case wire.Refused(retry=True):
-                raise AttemptFailed(side, "refused", message.reason)
-            case wire.Refused():
-                raise AttemptFailed(side, "invalid", message.reason)
-        return message
-
-    def _deliver(self, job: Job, ids: tuple[int, ...], finish: str, cached_tokens: int) -> None:
-        if not job.delivered:
-            job.cached_tokens = cached_tokens
-        job.delivered += ids
-        job.finish = finish
-        if not finish and len(job.delivered) >= job.sampling.max_tokens:
-            job.finish = "length"
-
-    def _give_up_or_retry(self, job: Job, failure: AttemptFailed) -> None:
-        """Return when another attempt makes sense, else raise what the client is told."""
-        job.end_attempt()
-        if failure.kind == "invalid":
-            raise BadRequest(failure.message)
-        if failure.kind == "deadline":
-            raise DeadlineExceeded(DEADLINE)
-        if failure.kind == "refused" and job.only is None:
-            return  # it took no room; back to the queue until there is some
-        if failure.kind != "draining":
-            job.failures[failure.side] += 1
-        if failure.avoid is not None:
-            job.avoid.add(failure.avoid)
-        spent = (
-            job.failures["prefill"] >= self.config.prefill_attempts
-            or job.failures["decode"] >= self.config.decode_attempts
-        )
-        log.warning(
-            "request %s (%s), attempt %d, %s: %s: %s",
-            job.id.hex(), job.request.label, job.attempt, failure.side, failure.kind,
-            failure.message,
-        )  # fmt: skip
-        if spent or job.only is not None:
-            raise _final_error(job, failure)
-        self.counters["retries"] += 1
-
-    # --- the workers -----------------------------------------------------------------------------
-
     async def _take_place(self, job: Job) -> None:
-        """Wait until a pair has room, and open the job's calls there."""
+        """Wait until a pair has room, and open an attempt's calls there."""
         if job.only is None:
             await self.queue.wait(job)
         elif job.only in self.table.possible_pairs():
@@ -338,14 +192,75 @@ class Dispatcher:
         else:
             raise Unavailable("the worker is gone")
 
+    def _give_up_or_retry(self, job: Job, failure: AttemptFailed) -> None:
+        """Return when another attempt makes sense, else raise what the client is told."""
+        job.end_attempt()
+        if failure.kind == "invalid":
+            raise BadRequest(failure.message)
+        if failure.kind == "deadline" or asyncio.get_running_loop().time() >= job.deadline:
+            raise DeadlineExceeded(DEADLINE)
+        if self._closing:
+            raise Unavailable(STOPPING)
+        if job.only is not None:
+            raise _final_error(failure)
+        if not self._count_failure(job, failure):
+            raise _final_error(failure)
+        if failure.kind != "refused":  # else it took no room, and waits until there is some
+            self.counters["retries"] += 1
+
+    def _replace_decode(
+        self, job: Job, prefill: Worker, failed: Worker, failure: AttemptFailed
+    ) -> Worker | None:
+        """Another decode worker for what ``prefill`` has computed, if one has room now."""
+        if job.only is not None or self._closing or not prefill.connected:
+            return None
+        last = job.failures["decode"] + failure.counts >= self.config.decode_attempts
+        demand = replace(job.demand, avoid=frozenset({*job.avoid, failed.key}))
+        key = None if last else other_decode(demand, prefill.key, self._view())
+        if key is None:
+            return None
+        self._count_failure(job, failure)
+        self.counters["retries"] += 1
+        self.causes["ticket reused"] += 1
+        worker = self.table.workers[key]
+        self._take_turn(worker)
+        return worker
+
+    def _count_failure(self, job: Job, failure: AttemptFailed) -> bool:
+        """Whether the request may be tried again."""
+        self.causes[failure.cause] += 1
+        if failure.kind != "refused":
+            log.warning(
+                "request %s (%s), attempt %d: %s: %s",
+                job.id.hex(), job.request.label, job.num_attempts, failure.cause, failure.message,
+            )  # fmt: skip
+        return job.note(failure, self.config)
+
+    # --- the workers -----------------------------------------------------------------------------
+
     def _grant(self, job: Job, pair: Pair) -> None:
         workers = self.table.workers
         prefill = workers[pair.prefill] if pair.prefill is not None else None
         decode = workers[pair.decode]
-        job.begin(prefill, decode)
-        for worker in {decode, prefill or decode}:
+        if prefill is None and decode.card.role == "decode" and job.only is None:
+            self._count_local_prefill(job, decode)
+        job.current = Attempt(job, prefill, decode, self.config.early_pull, self._replace_decode)
+        self._take_turn(decode, prefill or decode)
+
+    def _take_turn(self, *workers: Worker) -> None:
+        for worker in workers:
             worker.last_turn = self._turn
         self._turn += 1
+
+    def _count_local_prefill(self, job: Job, decode: Worker) -> None:
+        """A decode worker computes a prompt: never in silence."""
+        recompute = job.demand.recompute
+        self.causes["recompute" if recompute else "local prefill"] += 1
+        log.warning(
+            "request %s (%s): %s computes %d tokens itself, %s",
+            job.id.hex(), job.request.label, decode.card.worker_id, job.demand.num_tokens,
+            "to go on" if recompute else "as no prefill worker is there",
+        )  # fmt: skip
 
     def _view(self) -> View:
         return self.table.view(self.prover.proven)
@@ -366,25 +281,13 @@ class Dispatcher:
             await asyncio.sleep(DISCOVER_EVERY_S)
 
     async def _maintain(self) -> None:
-        seconds = 0
         while True:
-            await asyncio.sleep(1)
-            seconds += 1
-            self.table.check_progress()
-            if seconds % RENEW_EVERY_S == 0:
-                self.table.renew()
+            await asyncio.sleep(TICK_S)
+            self.table.tick()
 
 
-def _unexpected(side: str, call: Call, message: wire.Message) -> AttemptFailed:
-    """A worker that breaks the conversation, a gap in its tokens included."""
-    name = type(message).__name__
-    if isinstance(message, wire.Tokens):
-        name = f"tokens from {message.first_index} on"
-    return AttemptFailed(side, "internal", f"unexpected answer: {name}", call.worker.key)
-
-
-def _final_error(job: Job, failure: AttemptFailed) -> RequestError:
+def _final_error(failure: AttemptFailed) -> RequestError:
     """503 where the client may simply try again, 500 where it would only see the same."""
-    if failure.kind not in ("lost", "pull", "draining", "refused"):
-        return InternalError(f"the request failed: {failure.message}")
-    return Unavailable(f"the request failed: {failure.message}")
+    if failure.kind in ("lost", "pull", "expired", "draining", "refused"):
+        return Unavailable(f"the request failed: {failure.message}")
+    return InternalError(f"the request failed: {failure.message}")

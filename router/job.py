@@ -1,7 +1,8 @@
-"""The state of one request while the router owns it, and what it holds at the workers.
+"""One request while the router owns it, over all its attempts.
 
-What to do next is decided in ``router.dispatch``. Everything that a request has open anywhere is in
-its two calls and its ticket, so :meth:`Job.end_attempt` is all that there is to clean up.
+What comes next is decided in ``router.dispatch``. Everything that a request has open anywhere
+belongs to its current :class:`~router.attempt.Attempt`, so :meth:`Job.end_attempt` is all that
+there is to clean up.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvtransfer.hashing import pack_ids
 from router import wire
+from router.config import RouterConfig
 from router.policy import Demand, Key, Pair
-from router.worker import Call, Worker
+
+if TYPE_CHECKING:
+    from router.attempt import Attempt
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,33 @@ class Chunk:
 
 
 class AttemptFailed(Exception):
-    """An attempt ended without an answer; ``Dispatcher`` decides what comes next."""
+    """An attempt ended without an answer; ``Dispatcher`` decides what comes next.
+
+    ``kind``: those of wire.Failed, and: refused (no room now), expired (the lease ran out).
+    """
 
     def __init__(self, side: str, kind: str, message: str, avoid: Key | None = None) -> None:
         super().__init__(message)
-        self.side = side  # prefill or decode
-        self.kind = kind  # those of wire.Failed, and: lost, refused
+        self.side = side  # prefill or decode: who is to be replaced
+        self.kind = kind
         self.message = message
         self.avoid = avoid
 
+    @property
+    def cause(self) -> str:
+        """As it is counted."""
+        return self.kind if self.kind in ("pull", "expired") else f"{self.side} {self.kind}"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it uses up one of the request's attempts: not when a worker only has no room,
+        or leaves.
+        """
+        return self.kind not in ("refused", "draining")
+
 
 class Job:
-    """The state of one request. All that it holds at workers is in its calls and its ticket."""
+    """What is known of one request, over all its attempts."""
 
     def __init__(
         self, request: GenRequest, max_tokens: int, deadline: float, only: Pair | None = None
@@ -60,16 +80,14 @@ class Job:
         self.deadline = deadline  # loop time
         self.delivered: list[int] = []
         self.finish = ""
-        self.attempt = 0
+        self.num_attempts = 0
+        self.current: Attempt | None = None
         self.bypassed = 0  # later requests that went before it while it waited
-        self.prefill: Call | None = None
-        self.decode: Call | None = None
-        self.decoding = False  # Decode was sent in this attempt
-        self.peer_answers = 0
-        self.ticket: tuple[Worker, bytes] | None = None  # its producer and id, if not released
-        self.decode_ticket = b""  # as it was sent to D
         self.avoid: set[Key] = set()
         self.failures = {"prefill": 0, "decode": 0}
+        self.prefills_lost = 0  # workers that were lost while they computed its prompt
+        self.in_flight = False  # a worker has begun with it, and may have to be replaced
+        self.no_prefill = False  # its prefills have failed too often
         self.cached_tokens = 0
         self.pulled_bytes = 0
 
@@ -85,7 +103,8 @@ class Job:
             num_tokens=len(self.request.ids) + len(self.delivered),
             max_tokens=self.sampling.max_tokens - len(self.delivered),
             avoid=frozenset(self.avoid),
-            recompute=bool(self.delivered or any(self.failures.values())),
+            recompute=self.in_flight or bool(self.delivered),
+            no_prefill=self.no_prefill,
         )
 
     @property
@@ -93,32 +112,37 @@ class Job:
         """Time left, as it travels."""
         return max(1, int((self.deadline - asyncio.get_running_loop().time()) * 1000))
 
-    def begin(self, prefill: Worker | None, decode: Worker) -> None:
-        """Open this attempt's calls, so that the next choice counts them. Nothing is sent yet."""
-        self.attempt += 1
-        demand = self.demand
-        blocks = -(-(demand.num_tokens + 1) // decode.card.block_size)
-        if prefill is None:
-            self.decode = decode.call(self.id, self.attempt, demand.num_tokens, blocks)
-            return
-        self.prefill = prefill.call(self.id, self.attempt, tokens=demand.num_tokens)
-        if demand.max_tokens > 1:
-            self.decode = decode.call(self.id, self.attempt, blocks=blocks)
+    def deliver(self, ids: tuple[int, ...], finish: str, cached_tokens: int) -> Chunk:
+        """New tokens for the client; they are never sampled again."""
+        if not self.delivered:
+            self.cached_tokens = cached_tokens
+        self.delivered += ids
+        self.finish = finish
+        if not finish and len(self.delivered) >= self.sampling.max_tokens:
+            self.finish = "length"
+        return Chunk(ids, self.finish, self.cached_tokens)
 
-    def release(self) -> None:
-        """The KV behind the ticket is not needed any more."""
-        if self.ticket is not None:
-            producer, ticket_id = self.ticket
-            producer.tickets.discard(ticket_id)
-            producer.send(wire.Release(ticket_id))
-            self.ticket = None
+    def note(self, failure: AttemptFailed, config: RouterConfig) -> bool:
+        """Count a failed attempt; whether the request may be tried again.
+
+        Prefills that have failed too often are followed by one computed by a decode worker. Not so
+        if each of them took its worker along: that may be the request's own doing, and it is not
+        passed on to more of them.
+        """
+        if failure.avoid is not None:
+            self.avoid.add(failure.avoid)
+        self.in_flight |= failure.kind != "refused"
+        if failure.counts:
+            self.failures[failure.side] += 1
+            self.prefills_lost += (failure.side, failure.kind) == ("prefill", "lost")
+        self.no_prefill = self.failures["prefill"] >= config.prefill_attempts
+        return (
+            self.prefills_lost < config.prefill_attempts
+            and self.failures["decode"] < config.decode_attempts
+        )
 
     def end_attempt(self) -> None:
         """Leave nothing at the workers. Never waits, never fails; may be called again."""
-        for call in (self.prefill, self.decode):
-            if call is not None:
-                call.abort()
-        self.release()
-        self.prefill = self.decode = None
-        self.decoding = False
-        self.peer_answers = 0
+        if self.current is not None:
+            self.current.end()
+            self.current = None

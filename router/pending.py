@@ -15,6 +15,7 @@ from router.job import Job
 from router.policy import Pair, View, usable_pairs
 
 DEADLINE = "the request took longer than this server allows"
+STOPPING = "the server is stopping"
 
 
 class _Place:
@@ -39,14 +40,17 @@ class Queue:
         self._grant = grant
         self._places: list[_Place] = []
         self._usable: frozenset[Pair] = frozenset()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._places)
 
     async def wait(self, job: Job) -> None:
         """Until the job's calls are open. Raises RequestError when that takes too long."""
+        if self._closed:
+            raise Unavailable(STOPPING)
         place = _Place(job)
-        if job.attempt:
+        if job.num_attempts:
             self._places.insert(0, place)  # its client has waited already
         else:
             self._places.append(place)
@@ -84,13 +88,22 @@ class Queue:
                 self._grant(place.job, pair)
                 place.granted.set_result(None)
 
+    def close(self) -> None:
+        """End the wait of everybody, now and from now on."""
+        self._closed = True
+        for place in self._places:
+            _fail(place, STOPPING)
+        self._places.clear()
+
     def _fail_hopeless(self, places: list[_Place]) -> None:
         """End the wait of those that no worker of now could ever serve."""
         waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
         for index in hopeless(waiting, self._view()):
-            place = places[index]
-            if not place.granted.done():
-                error = Unavailable("no worker is left that could serve this; try again")
-                place.granted.set_exception(error)
-                place.granted.exception()  # nobody complains when its client has gone meanwhile
+            _fail(places[index], "no worker is left that could serve this; try again")
         self._places = [place for place in self._places if not place.granted.done()]
+
+
+def _fail(place: _Place, reason: str) -> None:
+    if not place.granted.done():
+        place.granted.set_exception(Unavailable(reason))
+        place.granted.exception()  # nobody complains when its client has gone meanwhile

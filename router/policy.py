@@ -62,15 +62,25 @@ class Demand:
     max_tokens: int
     avoid: frozenset[Key] = frozenset()  # workers at which this request failed before
     recompute: bool = False  # a decode worker may compute all of it, when no other pair is left
+    no_prefill: bool = False  # ... and must: prefill workers have failed it too often
 
 
 def usable_pairs(view: View) -> list[Pair]:
-    """Proven pairs whose workers take new work."""
-    return [
+    """Proven pairs whose workers take new work.
+
+    Decode workers that compute prompts themselves count only when there is nobody else.
+    """
+    pairs = [
         pair
         for pair in view.proven
         if _usable(pair.decode, view) and (pair.prefill is None or _usable(pair.prefill, view))
     ]
+    return [pair for pair in pairs if not is_local(pair, view)] or pairs
+
+
+def is_local(pair: Pair, view: View) -> bool:
+    """Whether a decode worker does the work of a prefill worker."""
+    return pair.prefill is None and view.workers[pair.decode].role == "decode"
 
 
 def candidates(demand: Demand, view: View) -> list[Pair]:
@@ -80,6 +90,7 @@ def candidates(demand: Demand, view: View) -> list[Pair]:
         for pair in usable_pairs(view)
         if pair.decode not in demand.avoid
         and pair.prefill not in demand.avoid
+        and not (demand.no_prefill and pair.prefill is not None)
         and fits(demand, pair, view)
     ]
     if pairs or not demand.recompute:
@@ -99,6 +110,23 @@ def choose(demand: Demand, view: View) -> Pair | None:
         return None
     order = _round_robin if view.policy == "round-robin" else _least_loaded
     return min(pairs, key=lambda pair: order(*_sides(pair, view)))
+
+
+def other_decode(demand: Demand, prefill: Key, view: View) -> Key | None:
+    """The decode worker that takes over, now, what ``prefill`` computes or has computed."""
+    if prefill not in view.workers:
+        return None
+    keys = [
+        pair.decode
+        for pair in view.proven
+        if pair.prefill == prefill
+        and pair.decode not in demand.avoid
+        and _usable(pair.decode, view)
+        and fits(demand, pair, view)
+        and _has_room(demand, view.workers[pair.decode])
+    ]
+    order = _round_robin if view.policy == "round-robin" else _least_loaded
+    return min(keys, key=lambda key: order(view.workers[prefill], view.workers[key]), default=None)
 
 
 def fits(demand: Demand, pair: Pair, view: View) -> bool:
@@ -127,6 +155,10 @@ def _is_open(demand: Demand, pair: Pair, view: View) -> bool:
         return False
     if demand.max_tokens == 1 and pair.prefill is not None:
         return True  # the first token is the whole answer: D is not touched
+    return _has_room(demand, decode)
+
+
+def _has_room(demand: Demand, decode: WorkerView) -> bool:
     blocks = -(-(demand.num_tokens + 1) // decode.block_size)
     return decode.num_seqs < decode.max_num_seqs and decode.free_blocks >= blocks
 

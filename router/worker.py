@@ -21,10 +21,13 @@ from typing import Any
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import AgentCard
 from router import wire
+from router.leases import Leases
 from router.link import Link
 from router.policy import Key, WorkerView
 
 STALLED_AFTER_S = 10.0  # an engine that has work and makes no step for so long hangs
+SILENCE_S = 5.0  # a call that hears nothing for so long: does the worker still know of it?
+MAX_ABORTED = 4096  # aborted calls whose end is awaited; beyond that, the oldest are forgotten
 
 log = logging.getLogger(__name__)
 
@@ -36,31 +39,45 @@ class WorkerLost:
     reason: str
 
 
-class Call:
-    """One (request, attempt) that is open at one worker, and the messages that came for it."""
+Inbox = asyncio.Queue["tuple[Call, wire.Message | WorkerLost]"]
+"""Where the messages for the calls of one attempt come together, in the order of their arrival."""
 
-    def __init__(self, worker: Worker, request: bytes, attempt: int, tokens: int) -> None:
+
+class Call:
+    """One (request, attempt) that is open at one worker; its messages go to ``inbox``."""
+
+    def __init__(
+        self, worker: Worker, request: bytes, attempt: int, inbox: Inbox, tokens: int, blocks: int
+    ) -> None:
         self.worker = worker
         self.request = request
         self.attempt = attempt
         self.tokens = tokens  # that the worker has to compute for it
-        self.blocks = 0  # that it asked for
-        self.messages: asyncio.Queue[wire.Message | WorkerLost] = asyncio.Queue()
+        self.blocks = blocks  # that it asked for
         self.open = True  # no terminal message yet
         self.sent = False  # the worker knows of it
+        self._inbox = inbox
+        self._stirred = True  # something was said since the last look
+        self._quiet_since = 0.0
 
     def send(self, message: wire.Message) -> None:
         """To the worker; nothing when the call is over, as when the worker was lost meanwhile."""
         if self.open:
-            self.sent = True
+            self.sent = self._stirred = True
             self.worker.send(message)
 
-    async def next(self, deadline: float) -> wire.Message | WorkerLost:
-        """The next message; raises TimeoutError at ``deadline`` (loop time)."""
-        if not self.messages.empty():
-            return self.messages.get_nowait()
-        async with asyncio.timeout_at(deadline):
-            return await self.messages.get()
+    def put(self, message: wire.Message | WorkerLost) -> None:
+        """The worker's word, or a word on the worker."""
+        self._stirred = True
+        self._inbox.put_nowait((self, message))
+
+    def check(self, now: float) -> None:
+        """To be called about once a second: ask the worker when all is quiet for long."""
+        if self._stirred:
+            self._stirred, self._quiet_since = False, now
+        elif self.sent and now - self._quiet_since >= SILENCE_S:
+            self._quiet_since = now
+            self.worker.send(wire.Check(self.request, self.attempt))
 
     def abort(self) -> None:
         """Drop it on the worker, unless it is over. What still comes for it is ignored."""
@@ -80,9 +97,10 @@ class Worker:
         self.lost_at: float | None = None  # loop time; None: connected, or never was
         self.stalled = False
         self.calls: dict[tuple[bytes, int], Call] = {}
-        self.aborted: set[tuple[bytes, int]] = set()  # their terminal message has not come yet
-        self.tickets: set[bytes] = set()  # that the router wants to be kept, to be renewed
+        self.aborted: dict[tuple[bytes, int], None] = {}  # their terminal message is to come
+        self.leases = Leases()  # of its tickets that the router wants to be kept
         self.peers: set[Key] = set()  # whose agent card this worker was sent on this connection
+        self.introduced: set[Key] = set()  # ... and ever, if not told to forget them
         self.last_turn = -1
         self.refused_blocks: int | None = None  # it had no room for so many, just now
         self.refused_tokens = False  # it wanted no more prompts, just now
@@ -93,9 +111,13 @@ class Worker:
     @property
     def state(self) -> str:
         """starting, ready, draining or dead."""
-        if self.link is None or not self.link.open:
+        if not self.connected:
             return "starting" if self.lost_at is None else "dead"
         return "starting" if self.load is None else self.load.state
+
+    @property
+    def connected(self) -> bool:
+        return self.link is not None and self.link.open
 
     @property
     def usable(self) -> bool:
@@ -107,10 +129,11 @@ class Worker:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def call(self, request: bytes, attempt: int, tokens: int = 0, blocks: int = 0) -> Call:
+    def call(
+        self, request: bytes, attempt: int, inbox: Inbox, tokens: int = 0, blocks: int = 0
+    ) -> Call:
         """Open a call; the caller sends its first message."""
-        call = Call(self, request, attempt, tokens)
-        call.blocks = blocks
+        call = Call(self, request, attempt, inbox, tokens, blocks)
         self.calls[request, attempt] = call
         self._count(1, tokens, blocks)
         return call
@@ -132,8 +155,13 @@ class Worker:
         """Drop an open call, on both sides."""
         self.forget(call)
         if call.sent:
-            self.aborted.add((call.request, call.attempt))
-            self.send(wire.Abort(call.request, call.attempt))
+            self._send_abort((call.request, call.attempt))
+
+    def _send_abort(self, name: tuple[bytes, int]) -> None:
+        self.aborted[name] = None
+        if len(self.aborted) > MAX_ABORTED:  # its end was not news to the worker: it says nothing
+            del self.aborted[next(iter(self.aborted))]
+        self.send(wire.Abort(*name))
 
     def _refused(self, call: Call) -> None:
         """It has no room for this call now: send no such call before something changes there."""
@@ -156,12 +184,12 @@ class Worker:
                 self.refused_blocks, self.refused_tokens = None, False
                 return
             case wire.Expired(ticket_ids):
-                log.warning("%s: %d leases ran out", self.card.worker_id, len(ticket_ids))
-                self.tickets.difference_update(ticket_ids)
+                wanted = self.leases.expired(ticket_ids)
+                log.warning("%s: %d leases ran out", self.card.worker_id, wanted)
                 return
             case (
-                wire.Reserved() | wire.Refused() | wire.Prefilled() | wire.Pulled()
-                | wire.UnknownPeer() | wire.Tokens() | wire.Failed()
+                wire.Reserved() | wire.Refused() | wire.TicketPart() | wire.Prefilled()
+                | wire.Pulled() | wire.UnknownPeer() | wire.Tokens() | wire.Failed()
             ):  # fmt: skip
                 pass
             case _:
@@ -173,21 +201,36 @@ class Worker:
                 self.forget(call)
             if isinstance(message, wire.Refused) and message.retry:
                 self._refused(call)
-            call.messages.put_nowait(message)
+            call.put(message)
             return
         if isinstance(message, wire.Prefilled) and message.ticket_id:
             self.send(wire.Release(message.ticket_id))  # the answer crossed our Abort
         if _is_terminal(message):
-            self.aborted.discard(name)
+            self.aborted.pop(name, None)
         elif name not in self.aborted:
-            self.aborted.add(name)
-            self.send(wire.Abort(*name))
+            self._send_abort(name)
 
     def lose(self, reason: str) -> None:
         """No answer is expected any more for the calls that are open."""
         for call in list(self.calls.values()):
             self.abort(call)
-            call.messages.put_nowait(WorkerLost(reason))
+            call.put(WorkerLost(reason))
+
+    def release(self, ticket_id: bytes) -> None:
+        """This KV is not needed any more."""
+        self.leases.remove(ticket_id)
+        self.send(wire.Release(ticket_id))
+
+    def tick(self, now: float) -> bool:
+        """To be called a few times a second. True when the worker stalled, or goes on again."""
+        if not self.connected:
+            return False
+        due = self.leases.due(now)
+        if due:
+            self.send(wire.Renew(due))
+        for call in list(self.calls.values()):
+            call.check(now)
+        return self.check_progress(now)
 
     def check_progress(self, now: float) -> bool:
         """Notice an engine that answers pings but makes no step. True when that has changed."""

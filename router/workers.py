@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from kvtransfer.errors import LayoutMismatch
+from kvtransfer.faults import Faults, parse_faults
 from router import wire
 from router.config import RouterSettings
 from router.errors import LinkError
@@ -22,6 +23,7 @@ from router.worker import Worker, common_agent
 
 BACKOFF_S = (0.1, 5.0)  # between connection attempts: first, longest
 FORGET_DEAD_AFTER_S = 60.0  # and its card is gone
+GONE_AFTER_S = 1.0  # without card and connection; its peers are told
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class WorkerTable:
         self._on_change = on_change
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._rejected: set[Key] = set()  # cards that are of no use, to say so once
+        plan = parse_faults(settings.config.link_faults)
+        self.faults = Faults(plan) if plan is not None else None
 
     def update(self, cards: Iterable[wire.WorkerCard]) -> None:
         """What discovery says now. Cards that are missing end nothing that is connected."""
@@ -52,10 +56,10 @@ class WorkerTable:
         self._rejected &= found.keys()
         now = asyncio.get_running_loop().time()
         for key, worker in list(self.workers.items()):
-            connected = worker.link is not None and worker.link.open
             lately = worker.lost_at is not None and now - worker.lost_at < FORGET_DEAD_AFTER_S
-            if key not in found and not connected and not lately:
+            if key not in found and not worker.connected and not lately:
                 self._drop(key)
+        self._say_goodbye(found.keys(), now)
 
     def view(self, proven: Iterable[Pair]) -> View:
         """A frozen picture for the policy."""
@@ -68,9 +72,14 @@ class WorkerTable:
         )
 
     def possible_pairs(self) -> list[Pair]:
-        """Pairs of usable workers whose KV can be exchanged, and each usable mixed worker."""
+        """Pairs of usable workers whose KV can be exchanged, and those that can do without one."""
         usable = [worker for worker in self.workers.values() if worker.usable]
-        alone = [Pair(None, worker.key) for worker in usable if worker.card.role == "mixed"]
+        alone = [
+            Pair(None, worker.key)
+            for worker in usable
+            if worker.card.role == "mixed"
+            or (worker.card.role == "decode" and worker.card.local_prefill)
+        ]
         return alone + [
             Pair(p.key, d.key)
             for p in usable
@@ -83,18 +92,12 @@ class WorkerTable:
         """One entry per worker, for ``GET /internal/state``."""
         return [worker.report() for worker in self.workers.values()]
 
-    def check_progress(self) -> None:
-        """To be called about once a second: notice engines that hang."""
+    def tick(self) -> None:
+        """To be called a few times a second: renew leases, notice engines that hang."""
         now = asyncio.get_running_loop().time()
-        changed = [worker for worker in self.workers.values() if worker.check_progress(now)]
+        changed = [worker for worker in self.workers.values() if worker.tick(now)]
         if changed:
             self._on_change()
-
-    def renew(self) -> None:
-        """To be called well within each lease: keep all tickets that are still wanted."""
-        for worker in self.workers.values():
-            if worker.tickets:
-                worker.send(wire.Renew(tuple(worker.tickets)))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -106,6 +109,22 @@ class WorkerTable:
         await asyncio.gather(*(link.wait_closed() for link in links))
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _say_goodbye(self, found: Collection[Key], now: float) -> None:
+        """Tell decode workers of the prefill workers that are gone, so that they let go of them.
+
+        Gone is who is neither registered nor connected, for a moment: it may be reconnecting.
+        """
+        for worker in self.workers.values():
+            for key in list(worker.introduced) if worker.connected else ():
+                peer = self.workers.get(key)
+                here = peer is not None and (
+                    peer.connected or (peer.lost_at or 0) > now - GONE_AFTER_S
+                )
+                if key not in found and not here:
+                    worker.send(wire.Forget(*key))
+                    worker.introduced.discard(key)
+                    worker.peers.discard(key)
 
     def _add(self, card: wire.WorkerCard) -> None:
         key = (card.worker_id, card.epoch)
@@ -187,6 +206,7 @@ class WorkerTable:
             self._on_change()
 
         worker.peers.clear()
+        wanted = worker.leases.ids
         card = worker.card
         link = await connect_worker(
             card.host,
@@ -196,12 +216,16 @@ class WorkerTable:
             self._settings.router_id,
             self._epoch,
             self._settings.secret,
-            tuple(worker.tickets),
+            wanted,
             on_message,
             on_close,
+            self.faults,
         )
         worker.link = link
         worker.stalled = False
         if link.open:
             worker.lost_at = None
+        for ticket_id in wanted:
+            if ticket_id not in worker.leases:  # nobody wants it any more, since just now
+                worker.release(ticket_id)
         log.info("connected to %s worker %s", card.role, card.worker_id)

@@ -71,6 +71,7 @@ class FakeWorker:
         self.load = READY
         self.gate: asyncio.Event | None = None  # Tokens wait for it, one by one
         self.cached_tokens = 0
+        self.lease_ms = 30_000
         self.links: list[Link] = []
         self.open: dict[tuple[bytes, int], asyncio.Task[None] | None] = {}
         self.tickets: set[bytes] = set()
@@ -116,6 +117,10 @@ class FakeWorker:
     async def stop(self) -> None:
         assert self.server is not None
         await self.server.close()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.card.worker_id, self.card.epoch
 
     def report(self, **changes: object) -> None:
         """Change the load report and send it."""
@@ -189,6 +194,11 @@ class FakeWorker:
                 assert not message.ticket or self.peers, "Decode before Peer"
                 task = asyncio.create_task(self._decode(link, message))
                 self.open[request, attempt] = task
+            case wire.Forget(worker_id, epoch):
+                self.peers.discard((worker_id, epoch))
+            case wire.Check(request, attempt):
+                if (request, attempt) not in self.open:
+                    link.send(wire.Failed(request, attempt, "lost", "never heard of it"))
             case wire.Release(ticket_id):
                 self.tickets.discard(ticket_id)
             case wire.Abort(request, attempt):
@@ -209,7 +219,8 @@ class FakeWorker:
             if message.request in self._proofs:
                 self._proofs.add(ticket_id)
             self.tickets.add(ticket_id)
-            answer = replace(answer, ticket=b"T" + ticket_id, ticket_id=ticket_id, lease_ms=30_000)
+            answer = replace(answer, ticket=b"T" + ticket_id, ticket_id=ticket_id)
+            answer = replace(answer, lease_ms=self.lease_ms, num_tokens=len(message.ids) // 4)
         link.send(answer)
 
     async def _decode(self, link: Link, message: wire.Decode) -> None:

@@ -262,6 +262,7 @@ def test_a_failed_attempt_goes_to_another_worker(side: str) -> None:
                 if isinstance(message, kind) and not failed:
                     failed.append(type(message).__name__)
                     if isinstance(message, wire.Decode):
+                        link.send(wire.Pulled(message.request, message.attempt, 1, 1, 1.0))
                         link.send(wire.Tokens(message.request, message.attempt, 1, (ord("1"),)))
                     link.send(wire.Failed(message.request, message.attempt, "internal", "boom"))
                     for worker in (*ps, *ds):
@@ -537,20 +538,20 @@ def test_an_engine_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch)
     run(scenario)
 
 
-def test_leases_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_renewed() -> None:
     async def scenario() -> None:
         p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D")
+        p.lease_ms = 1500
         async with serving(p, d) as dispatcher:
             d.hook = lambda link, message: isinstance(message, wire.Decode)
             answer = dispatcher.generate(request(5))
             await anext(answer)
-            dispatcher.table.renew()
-            await p.until(lambda: "Renew" in p.kinds())
+            await p.until(lambda: p.kinds().count("Renew") == 2)  # one each third of the lease
             assert p.seen[-1] == wire.Renew(tuple(p.tickets))
             await answer.aclose()
             await p.until(lambda: p.idle)
-            dispatcher.table.renew()
-            assert p.kinds() == ["Prefill", "Renew", "Release"]
+            assert not dispatcher.table.workers[p.key].leases.ids
+            assert p.kinds() == ["Prefill", "Renew", "Renew", "Release"]
 
     run(scenario)
 

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from router.policy import Demand, Key, Pair, View, WorkerView, candidates, choose, usable_pairs
+from router.policy import (
+    Demand,
+    Key,
+    Pair,
+    View,
+    WorkerView,
+    candidates,
+    choose,
+    other_decode,
+    usable_pairs,
+)
 
 P1, P2, D1, D2, M1 = (("P1", 1), ("P2", 1), ("D1", 1), ("D2", 1), ("M1", 1))
 
@@ -133,3 +143,39 @@ def test_avoided_workers_and_recompute() -> None:
     assert choose(replace(demand, recompute=True), alone) == Pair(None, D1)
     nobody = replace(demand, recompute=True, avoid=frozenset({P1, D1}))
     assert candidates(nobody, alone) == []
+
+
+def test_after_too_many_prefills_a_decode_worker_computes_it() -> None:
+    both = view(worker(P1), worker(P2), worker(D1), worker(M1))
+    demand = Demand(10, 10, recompute=True, no_prefill=True)
+    assert candidates(demand, both) == [Pair(None, M1)]
+    assert choose(demand, view(worker(P1), worker(D1))) == Pair(None, D1)
+
+
+def test_local_prefill_only_when_nobody_else_is_there() -> None:
+    """B042: decode workers take new prompts only if they may, and only without prefill workers."""
+    local = Pair(None, D1)
+    at = view(worker(P1), worker(D1), worker(M1))
+    with_local = replace(at, proven=at.proven | {local})
+    assert local not in usable_pairs(with_local)
+    assert set(usable_pairs(with_local)) == {Pair(P1, D1), Pair(None, M1)}
+    alone = view(worker(P1, usable=False), worker(D1))
+    assert choose(SHORT, alone) is None
+    assert choose(SHORT, replace(alone, proven=alone.proven | {local})) == local
+    down = view(worker(P1, usable=False), worker(D1, usable=False))
+    assert usable_pairs(replace(down, proven=down.proven | {local})) == []
+
+
+def test_who_takes_a_ticket_over() -> None:
+    at = view(worker(P1), worker(P2), worker(D1), worker(D2, num_seqs=1))
+    demand = Demand(40, 10)
+    assert other_decode(demand, P1, at) == D1
+    assert other_decode(replace(demand, avoid=frozenset({D1})), P1, at) == D2
+    assert other_decode(replace(demand, avoid=frozenset({D1, D2})), P1, at) is None
+    assert other_decode(demand, P1, replace(at, proven=frozenset({Pair(P1, D2)}))) == D2
+    assert other_decode(demand, P1, replace(at, proven=frozenset({Pair(P2, D2)}))) is None
+    for change in ({"free_blocks": 2}, {"num_seqs": 4}, {"usable": False}, {"max_model_len": 49}):
+        assert other_decode(demand, P1, view(worker(P1), worker(D1, **change))) is None
+    # P takes no new work any more, but what it has computed can be pulled.
+    assert other_decode(demand, P1, view(worker(P1, usable=False), worker(D1))) == D1
+    assert other_decode(demand, P1, view(worker(D1))) is None

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.ticket import AgentCard
 from router import wire
-from router.worker import STALLED_AFTER_S, Worker, WorkerLost, common_agent
+from router.worker import MAX_ABORTED, STALLED_AFTER_S, Inbox, Worker, WorkerLost, common_agent
 
 LAYOUT = {
     "weights": "w",
@@ -25,6 +25,10 @@ LOAD = wire.Load(
     "ready", "tcp", 2, 1, 0, 100, {"free": 40, "cached": 10}, 6, 7, 8, 9, 10, 11, 12, 13, 14
 )
 R = b"r" * 16
+
+
+def inbox() -> Inbox:
+    return asyncio.Queue()
 
 
 class FakeLink:
@@ -71,7 +75,7 @@ def test_load_is_corrected_by_what_was_sent_since() -> None:
     worker, _ = connected()
     assert (worker.view().num_seqs, worker.view().pending_tokens) == (3, 100)
     assert worker.view().free_blocks == 50
-    call = worker.call(R, 1, tokens=80, blocks=6)
+    call = worker.call(R, 1, inbox(), tokens=80, blocks=6)
     call.send(wire.Decode(R, 1, b"", 0, wire.Sampling(5)))
     view = worker.view()
     assert (view.num_seqs, view.pending_tokens, view.free_blocks) == (4, 180, 44)
@@ -88,31 +92,31 @@ def test_load_is_corrected_by_what_was_sent_since() -> None:
 def test_a_call_gets_its_messages_and_ends_once() -> None:
     async def scenario() -> None:
         worker, link = connected()
-        call = worker.call(R, 1, blocks=2)
+        box = inbox()
+        call = worker.call(R, 1, box, blocks=2)
         call.send(wire.Reserve(R, 1, b""))
         worker.receive(wire.Reserved(R, 1, 0))
         worker.receive(wire.Tokens(R, 1, 0, (5,)))
         assert call.open
         worker.receive(wire.Tokens(R, 1, 1, (6,), "length"))
         assert not call.open
-        assert [await call.next(1e9) for _ in range(3)] == [
-            wire.Reserved(R, 1, 0),
-            wire.Tokens(R, 1, 0, (5,)),
-            wire.Tokens(R, 1, 1, (6,), "length"),
+        assert [await box.get() for _ in range(3)] == [
+            (call, wire.Reserved(R, 1, 0)),
+            (call, wire.Tokens(R, 1, 0, (5,))),
+            (call, wire.Tokens(R, 1, 1, (6,), "length")),
         ]
         call.abort()  # over: nothing to abort
         assert link.sent == [wire.Reserve(R, 1, b"")]
-        with pytest.raises(TimeoutError):
-            await call.next(asyncio.get_running_loop().time() + 0.01)
+        assert box.empty()
 
     asyncio.run(scenario())
 
 
 def test_abort_is_sent_once_and_only_for_what_the_worker_knows() -> None:
     worker, link = connected()
-    worker.call(R, 1).abort()
+    worker.call(R, 1, inbox()).abort()
     assert link.sent == []
-    call = worker.call(R, 2)
+    call = worker.call(R, 2, inbox())
     call.send(wire.Reserve(R, 2, b""))
     call.abort()
     call.abort()
@@ -120,7 +124,7 @@ def test_abort_is_sent_once_and_only_for_what_the_worker_knows() -> None:
     worker.receive(wire.Tokens(R, 2, 0, (5,)))  # crossed the Abort
     assert link.sent == [wire.Reserve(R, 2, b""), wire.Abort(R, 2)]
     worker.receive(wire.Failed(R, 2, "aborted", ""))
-    assert worker.aborted == set()
+    assert worker.aborted == {}
     assert worker.calls == {}
 
 
@@ -131,22 +135,22 @@ def test_strays() -> None:
     assert link.sent == [wire.Abort(R, 9)]
     worker.receive(wire.Prefilled(R, 9, 5, 0, ticket=b"t", ticket_id=b"id"))
     assert link.sent[1:] == [wire.Release(b"id")]
-    assert worker.aborted == set()
+    assert worker.aborted == {}
     with pytest.raises(wire.WireError):
         worker.receive(wire.Hello(1, "R", 1, "D", 7, b""))
 
 
 def test_refusals_close_the_door_until_something_changes() -> None:
     worker, _ = connected()
-    call = worker.call(R, 1, tokens=10, blocks=5)
-    other = worker.call(R, 2, blocks=1)
+    call = worker.call(R, 1, inbox(), tokens=10, blocks=5)
+    other = worker.call(R, 2, inbox(), blocks=1)
     worker.receive(wire.Refused(R, 1, "full", True))
     assert worker.view().free_blocks == 4
     assert worker.view().pending_tokens > 10**9
     worker.receive(LOAD)
     assert (worker.view().free_blocks, worker.view().pending_tokens) == (50, 100)
     assert not call.open
-    third = worker.call(R, 3, blocks=5)
+    third = worker.call(R, 3, inbox(), blocks=5)
     worker.receive(wire.Refused(R, 3, "full", True))
     worker.receive(wire.Failed(R, 2, "internal", ""))  # that makes room
     assert worker.view().free_blocks >= 50
@@ -156,9 +160,10 @@ def test_refusals_close_the_door_until_something_changes() -> None:
 def test_lost_calls_are_told() -> None:
     async def scenario() -> None:
         worker, _ = connected()
-        call = worker.call(R, 1)
+        box = inbox()
+        call = worker.call(R, 1, box)
         worker.lose("gone")
-        assert await call.next(1e9) == WorkerLost("gone")
+        assert await box.get() == (call, WorkerLost("gone"))
         assert not call.open
 
     asyncio.run(scenario())
@@ -166,7 +171,7 @@ def test_lost_calls_are_told() -> None:
 
 def test_an_engine_that_hangs() -> None:
     worker, link = connected()
-    call = worker.call(R, 1)
+    call = worker.call(R, 1, inbox())
     call.send(wire.Reserve(R, 1, b""))
     link.peer_busy, link.peer_steps = True, 5
     assert not worker.check_progress(0.0)
@@ -183,11 +188,82 @@ def test_an_engine_that_hangs() -> None:
     assert not worker.check_progress(STALLED_AFTER_S + 100)
 
 
-def test_expired_tickets_are_not_renewed() -> None:
-    worker, _ = connected()
-    worker.tickets |= {b"a", b"b"}
-    worker.receive(wire.Expired((b"a", b"c")))
-    assert worker.tickets == {b"b"}
+def test_leases_are_renewed_when_a_third_has_passed() -> None:
+    """B002: whatever the lease is, a busy consumer does not lose it to the clock."""
+    worker, link = connected()
+    ended: list[str] = []
+    worker.leases.add(b"a", 30.0, 100.0, lambda: ended.append("a"))
+    worker.leases.add(b"b", 3.0, 100.0, lambda: ended.append("b"))
+    worker.leases.add(b"c", 3.0, 100.5, lambda: ended.append("c"))
+    worker.tick(100.9)
+    assert link.sent == []
+    worker.tick(101.5)
+    worker.tick(101.6)
+    worker.tick(102.5)
+    worker.tick(110.0)
+    renewed = [message.ticket_ids for message in link.sent if isinstance(message, wire.Renew)]
+    assert renewed == [(b"b", b"c"), (b"b", b"c"), (b"a", b"b", b"c")]  # batched
+    worker.release(b"a")
+    assert link.sent[-1] == wire.Release(b"a")
+    worker.receive(wire.Expired((b"a", b"b", b"unknown")))
+    assert ended == ["b"]  # who still wants it hears of it; nobody else
+    assert worker.leases.ids == (b"c",)
+
+
+def test_nothing_is_renewed_without_a_connection() -> None:
+    worker, link = connected()
+    worker.leases.add(b"a", 3.0, 100.0, lambda: None)
+    link.open = False
+    assert not worker.tick(200.0)
+    assert link.sent == []
+    link.open = True
+    worker.tick(200.0)
+    assert link.sent == [wire.Renew((b"a",))]
+
+
+def test_a_silent_call_is_asked_after() -> None:
+    worker, link = connected()
+    call = worker.call(R, 1, inbox())
+    unsent = worker.call(R, 2, inbox())
+    call.send(wire.Reserve(R, 1, b""))
+    link.sent.clear()
+    for now in (100.0, 104.9):
+        worker.tick(now)
+    assert link.sent == []
+    worker.tick(105.0)
+    assert link.sent == [wire.Check(R, 1)]
+    worker.tick(109.0)
+    worker.tick(110.0)
+    assert link.sent == [wire.Check(R, 1)] * 2  # again and again
+    worker.receive(wire.Reserved(R, 1, 0))
+    worker.tick(111.0)
+    worker.tick(115.0)
+    assert len(link.sent) == 2
+    worker.tick(116.0)
+    assert len(link.sent) == 3
+    assert unsent.open
+
+
+def test_a_part_of_a_ticket_is_no_end() -> None:
+    worker, link = connected()
+    box = inbox()
+    call = worker.call(R, 1, box)
+    part = wire.TicketPart(R, 1, b"t")
+    worker.receive(part)
+    assert box.get_nowait() == (call, part)
+    assert call.open
+    worker.receive(wire.TicketPart(R, 9, b"t"))  # of nobody
+    assert link.sent == [wire.Abort(R, 9)]
+
+
+def test_what_was_aborted_is_not_remembered_for_ever() -> None:
+    worker, link = connected()
+    for attempt in range(MAX_ABORTED + 10):
+        worker.receive(wire.Tokens(R, attempt, 0, (5,)))
+    assert len(link.sent) == MAX_ABORTED + 10
+    assert len(worker.aborted) == MAX_ABORTED
+    assert (R, 9) not in worker.aborted
+    assert (R, 10) in worker.aborted
 
 
 def test_common_agent() -> None:
