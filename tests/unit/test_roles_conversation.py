@@ -4,6 +4,8 @@ and never text of another prompt.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -26,6 +28,8 @@ from tests.support.worker_box import (
 
 REQUESTS = st.integers(0, 3).map(lambda i: b"r%d" % i)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
+LONGER = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # several steps: early parts
+ENDS = st.lists(st.sampled_from(["arrive", "fail", "late"]), max_size=3)
 
 
 class Conversation(RuleBasedStateMachine):
@@ -41,6 +45,7 @@ class Conversation(RuleBasedStateMachine):
         self.lost: list[RecordingLink] = []  # kept, so that no id is used twice
         self.answers: list[tuple[list[int], wire.Prefilled]] = []
         self.prompts: dict[tuple[int, int, bytes], list[int]] = {}  # of open Prefill and Decode
+        self.parts: list[wire.TicketPart] = []  # all that P ever said
 
     def name(self, which: int, request: bytes) -> tuple[int, int, bytes]:
         return which, id(self.links[which]), request
@@ -68,6 +73,8 @@ class Conversation(RuleBasedStateMachine):
     def hear(self, which: int, message: wire.Message) -> None:
         if isinstance(message, wire.Load | wire.Expired):
             return
+        if isinstance(message, wire.TicketPart):
+            self.parts.append(message)
         name = self.name(which, message.request)  # type: ignore[union-attr]
         assert self.is_open(which, name[2]), f"{message} after the terminal message"
         if isinstance(message, wire.Prefilled):
@@ -98,6 +105,7 @@ class Conversation(RuleBasedStateMachine):
         deadline=st.sampled_from([0, 4000]),
         max_tokens=st.integers(1, 3),
         export=st.booleans(),
+        early=st.booleans(),
     )
     def prefill(
         self,
@@ -107,10 +115,19 @@ class Conversation(RuleBasedStateMachine):
         deadline: int,
         max_tokens: int,
         export: bool,
+        early: bool,
     ) -> None:
         sampling = wire.Sampling(max_tokens=max_tokens)
         changes = {"deadline_ms": deadline, "sampling": sampling, "export": export}
-        self.send(which, prefill(ids, request, **changes))
+        self.send(which, prefill(ids, request, early=early, **changes))
+
+    @rule(index=st.integers(0, 99), request=st.none() | REQUESTS)
+    def part(self, index: int, request: bytes | None) -> None:
+        """Any part at any time, also twice, late, or to another request."""
+        if self.parts:
+            message = self.parts[-1 - index % len(self.parts)]
+            self.d.handle(replace(message, request=request or message.request))
+            self.listen()
 
     @rule(
         which=st.integers(0, 1), request=REQUESTS, ids=TOKENS, deadline=st.sampled_from([0, 4000])
@@ -132,9 +149,15 @@ class Conversation(RuleBasedStateMachine):
         message = decode([*ids, answer.token], request, num_prompt=len(ids), ticket=ticket)
         self.send(1, message, stage is not None and stage.value == "reserved")
 
-    @rule(request=REQUESTS, ids=TOKENS, max_tokens=st.integers(2, 4))
-    def hand_off(self, request: bytes, ids: list[int], max_tokens: int) -> None:
-        """As it should be, up to the pull: reserve, prefill, decode with the ticket."""
+    @rule(which=st.sampled_from(["p", "q"]), epoch=st.integers(6, 8))
+    def forget(self, which: str, epoch: int) -> None:
+        self.d.handle(wire.Forget(which, epoch))
+
+    @rule(request=REQUESTS, ids=LONGER, max_tokens=st.integers(2, 4), ends=ENDS)
+    def hand_off(self, request: bytes, ids: list[int], max_tokens: int, ends: list[str]) -> None:
+        """As it should be, up to the last pull: reserve, prefill with early parts, decode with the
+        ticket. ``ends``: what happens to early pulls meanwhile.
+        """
         if self.is_open(0, request) or self.is_open(1, request):
             return
         self.d.handle(wire.Peer(self.p.card))
@@ -142,13 +165,21 @@ class Conversation(RuleBasedStateMachine):
         if not self.is_open(1, request):
             return  # no room, or its last pull has not settled
         sampling = wire.Sampling(max_tokens=max_tokens)
-        self.send(0, prefill(ids, request, sampling=sampling))
+        told = len(self.parts)
+        self.send(0, prefill(ids, request, sampling=sampling, early=True))
         for _ in range(20):
             if not self.is_open(0, request):
                 break
             self.step(0, 1)
+            for message in self.parts[told:]:
+                self.d.handle(message)
+            told = len(self.parts)
+            if ends:
+                self.pull_ends(0, ends.pop())
         if self.is_open(0, request) or not self.answers or self.answers[-1][0] != ids:
             return
+        if not self.is_open(1, request):
+            return  # an early pull failed, and may still write
         answer = self.answers[-1][1]
         changes = {"num_prompt": len(ids), "ticket": answer.ticket, "sampling": sampling}
         self.send(1, decode([*ids, answer.token], request, **changes), continues=True)
@@ -231,8 +262,7 @@ class Conversation(RuleBasedStateMachine):
     @invariant()
     def blocks_agree(self) -> None:
         for box in self.boxes:
-            box.engine.check_integrity()
-            box.exporter.check_integrity()
+            box.check_integrity()
 
     def teardown(self) -> None:
         for which in (0, 1):
