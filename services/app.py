@@ -45,6 +45,7 @@ HEALTH_TIMEOUT_S = 8.0
 DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker", "mixed": "MixedWorker"}
 # Serve's default of 2 s between looks at whether a replica has drained makes every stop that long.
 SHUTDOWN_LOOP_S = 0.1
+LAST_WORDS_S = 2.0  # for streams that were ended, to reach their clients, and for Serve to notice
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +69,36 @@ class Router:
 
     def __init__(self, spec: AppSpec, workers: list[Any]) -> None:
         # ``workers`` are Serve handles; they make the pools part of the application, no more.
+        _log_to_stderr()
         folder = fetch(spec.config.model, report=log.info)
         self._settings = router_settings(spec.config, folder, spec.secret)
         self._registry = RegistryClient(spec.registry)
+        self._stop: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve on the replica, after the constructor."""
         from router.api import create_api
 
-        return create_api(self._settings, self._registry.discover)
+        self._api = create_api(self._settings, self._discover)
+        return self._api
+
+    async def _discover(self) -> list[wire.WorkerCard]:
+        cards = await self._registry.discover()
+        if self._registry.stops_in_s is not None and self._stop is None:
+            self._stop = asyncio.create_task(self._end(self._registry.stops_in_s))
+        return cards
+
+    async def _end(self, in_s: float) -> None:
+        """End what still runs by an error, while the way to the clients is still there."""
+        await asyncio.sleep(in_s)
+        await self._api.state.front.dispatcher.close()
 
 
 class WorkerReplica:
     """A worker of any role in a Serve replica: starts it, reports it, drains it."""
 
     async def __init__(self, role: str, spec: AppSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        _log_to_stderr()
         calm_openmp()
         from services.worker import Worker
 
@@ -125,6 +141,13 @@ class WorkerReplica:
         await self._worker.drain(self._drain_s)
         await self._worker.close()
         await self._heart
+
+
+def _log_to_stderr() -> None:
+    """What this process says of itself goes to Ray's log file for it."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for package in ("kvtransfer", "router", "services"):
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def _node_ip() -> str:
@@ -226,13 +249,15 @@ def reports(spec: AppSpec) -> list[tuple[wire.WorkerCard, wire.Load]]:
     return asyncio.run(RegistryClient(spec.registry).reports())
 
 
-def stop_ray(patience_s: float) -> None:
+def stop_ray(patience_s: float, spec: AppSpec | None = None) -> None:
     """Let requests end for at most ``patience_s``, then end the application and Ray."""
     if not ray.is_initialized():
         return
+    if spec is not None:
+        asyncio.run(RegistryClient(spec.registry).stop(patience_s))
     stop = threading.Thread(target=_stop_serve, daemon=True)
     stop.start()
-    stop.join(patience_s)
+    stop.join(patience_s + LAST_WORDS_S)
     ray.shutdown()
 
 

@@ -52,6 +52,12 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "fetch":
         print(fetch(args.model))
         return 0
+    if args.command == "drain":
+        from services.drain import DrainOptions, run_drain
+
+        names = {field.name for field in fields(DrainOptions)}
+        given = {name: value for name, value in vars(args).items() if name in names}
+        return run_drain(DrainOptions(**given))
     flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
     config = load(getattr(args, "config", None), flags)
     if args.command == "local":
@@ -98,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
                 name, help=text, description=text, argument_default=argparse.SUPPRESS
             )
         )
+    _add_drain(commands)
     text = "download, check and convert a model into the cache"
     command = commands.add_parser("fetch", help=text, description=text)
     command.add_argument(
@@ -107,6 +114,31 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{', '.join(ALIASES)}, a folder or a GGUF file (default: {DEFAULT_MODEL})",
     )
     return parser
+
+
+def _add_drain(commands: Any) -> None:
+    text = "let a worker finish or hand back what it does, and leave"
+    command = commands.add_parser(
+        "drain",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. Under baton serve another one takes its place.",
+        argument_default=argparse.SUPPRESS,
+    )
+    command.add_argument("worker", nargs="?", metavar="WORKER", help="id, as baton serve prints it")
+    for flag, metavar, about in [
+        ("--on", "HOST", "all workers of this host instead"),
+        ("--url", "URL", "of the API (default: http://127.0.0.1:8000)"),
+        ("--secret-file", "FILE", "the deployment's secret; baton serve prints where it is"),
+        ("--api-key-file", "FILE", "a key of the API, where it asks for one"),
+    ]:
+        command.add_argument(flag, metavar=metavar, help=about)
+    command.add_argument(
+        "--deadline",
+        metavar="S",
+        type=float,
+        dest="deadline_s",
+        help="after so many seconds it hands back what still runs (default: 30)",
+    )
 
 
 def _add_flags(command: argparse.ArgumentParser) -> None:

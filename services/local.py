@@ -6,7 +6,6 @@ missing.
 """
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from router.config import RouterSettings
 from router.wire import WorkerCard
 from services.config import AppConfig
 from services.fetch import fetch
-from services.machine import model_facts, this_machine
+from services.machine import model_facts, read_secret, this_machine
 from services.resolve import resolve
 from services.settings import router_settings, worker_settings
 from services.worker import Worker
@@ -32,7 +31,8 @@ class LocalGraph:
 
     async def discover(self) -> list[WorkerCard]:
         """What the registry answers elsewhere."""
-        return [worker.card for worker in self.workers if worker.card is not None]
+        here = [worker for worker in self.workers if worker.load().state != "left"]
+        return [worker.card for worker in here if worker.card is not None]
 
     def api(self) -> Any:
         """A new ASGI application over these workers; its lifespan starts and stops the router."""
@@ -49,7 +49,7 @@ async def local_graph(config: AppConfig) -> AsyncIterator[LocalGraph]:
     """
     folder = await asyncio.to_thread(fetch, config.model)
     config = resolve(config, this_machine(one_process=True), model_facts(folder, config.model))
-    secret = secrets.token_bytes(32)
+    secret = read_secret(config)
     workers: list[Worker] = []
     try:
         for role, pool in config.pools():

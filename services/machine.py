@@ -65,13 +65,18 @@ def model_facts(folder: Path, name: str) -> ModelFacts:
 def read_secret(config: AppConfig) -> bytes:
     """What routers and workers prove to each other that they know."""
     if not config.secret_file:
-        return secrets.token_bytes(32)
+        return secrets.token_hex(32).encode()  # no white space, so that it can be kept in a file
+    return read_secret_file(Path(config.secret_file))
+
+
+def read_secret_file(file: Path, name: str = "secret_file") -> bytes:
+    """A deployment's secret; ``name`` is what an error calls it."""
     try:
-        secret = Path(config.secret_file).read_bytes().strip()
+        secret = file.read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"secret_file {config.secret_file}: {error.strerror}") from error
+        raise ConfigError(f"{name} {file}: {error.strerror}") from error
     if len(secret) < 16:
-        raise ConfigError(f"secret_file {config.secret_file}: {len(secret)} bytes, needs 16")
+        raise ConfigError(f"{name} {file}: {len(secret)} bytes, needs 16")
     return secret
 
 

@@ -8,6 +8,8 @@ The registry owns nothing: an entry is a worker's last heartbeat, gone when none
 and what a restart of the actor loses, the next heartbeats bring back. Cards and loads travel as
 ``router.wire`` frames, so nothing of ours is pickled; what they say is not looked at here, except
 for the id. The first who asks creates the actor.
+
+It also passes on, to all routers at once, that the deployment is about to stop.
 """
 
 import asyncio
@@ -73,6 +75,7 @@ class RegistryActor:
         self._table = Table(expire_s=expire_s)
         self._period_s = expire_s / 10
         self._news = asyncio.Event()  # replaced at each change; waiters keep the one they found
+        self._stop_at: float | None = None
 
     async def heartbeat(self, card: bytes, load: bytes) -> None:
         """A worker lives; ``card`` is a Welcome frame and ``load`` a Load frame."""
@@ -81,6 +84,12 @@ class RegistryActor:
     async def leave(self, worker_id: str) -> None:
         """A worker says that it ends."""
         self._tell(self._table.leave(worker_id))
+
+    async def stop(self, in_s: float) -> None:
+        """The deployment ends, and routers are to end their requests in so many seconds."""
+        self._stop_at = time.monotonic() + in_s
+        self._table.version += 1
+        self._tell(True)
 
     async def cards(self) -> list[bytes]:
         """Welcome frames of the workers that are here."""
@@ -91,14 +100,17 @@ class RegistryActor:
         self._tell(self._table.expire())
         return self._table.reports()
 
-    async def wait(self, version: int, timeout_s: float) -> tuple[int, list[bytes]]:
-        """The cards and their version, as soon as it is another one than ``version``, or later."""
+    async def wait(self, version: int, timeout_s: float) -> tuple[int, list[bytes], float | None]:
+        """The cards, their version and the seconds until all stops (None: it does not), as soon as
+        the version is another one than ``version``, or after ``timeout_s``.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._expire() and self._table.version == version:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._news.wait(), self._period_s)
-        return self._table.version, await self.cards()
+        stops_in_s = None if self._stop_at is None else self._stop_at - time.monotonic()
+        return self._table.version, await self.cards(), stops_in_s
 
     async def pid(self) -> int:
         """This actor's process."""
@@ -133,6 +145,7 @@ class RegistryClient:
     """How workers and routers reach the registry of a deployment; survives its restarts."""
 
     def __init__(self, name: str) -> None:
+        self.stops_in_s: float | None = None  # as the last ``discover`` found
         self._name = name
         self._version = -1
         self._actor: Any = None
@@ -162,12 +175,16 @@ class RegistryClient:
         """Say that a worker ends."""
         return await self._try("leave", worker_id) is not None
 
+    async def stop(self, in_s: float) -> bool:
+        """Tell all routers that the deployment ends."""
+        return await self._try("stop", in_s) is not None
+
     async def discover(self, patience_s: float = HEARTBEAT_S) -> list[wire.WorkerCard]:
         """The workers that are here: at once at first, then on a change or after ``patience_s``."""
         answer = await self._try("wait", self._version, patience_s)
         if answer is None:
             return []
-        self._version, frames = answer[0]
+        self._version, frames, self.stops_in_s = answer[0]
         return [_card(frame) for frame in frames]
 
     async def reports(self) -> list[tuple[wire.WorkerCard, wire.Load]]:

@@ -23,6 +23,7 @@ import time
 import typing
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 from services.config import AppConfig, ConfigError
@@ -35,7 +36,7 @@ if typing.TYPE_CHECKING:
     from services.app import AppSpec
 
 STOP_S = 9.0  # from the first signal until everything is killed
-DRAIN_S = 5.0  # of which requests may take so long to end
+DRAIN_S = 4.0  # of which requests may take so long to end; then they end by an error
 READY_TIMEOUT_S = 300.0  # from a deployed application to a first proven pair
 POLL_S = 0.2  # while it starts: Serve tells nobody when something has happened
 LOOK_FOR_FAILURE_EVERY = 5  # polls; asking Serve costs its controller far more than /ready does
@@ -80,6 +81,11 @@ def run_serve(config: AppConfig) -> int:
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
     secret = read_secret(config)
     work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))
+    if not config.secret_file:  # baton drain needs it
+        file = work / "secret"
+        file.touch(0o600)
+        file.write_bytes(secret)
+        resolved = replace(resolved, secret_file=str(file))
     status = supervise(lambda: serve_in(work, resolved, secret, phases), work, STOP_S)
     if status > KILLED:
         return phases.fail(f"the serving process was killed by signal {status - KILLED}")
@@ -94,10 +100,10 @@ def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> in
     tempfile.tempdir = None  # to be read from the environment once more
     from services import app
 
+    spec = app.AppSpec(config, secret, one_host=True)
     try:
         app.start_ray(work)
         phases.done("ray")
-        spec = app.AppSpec(config, secret, one_host=True)
         app.deploy(spec)
         phases.done("deploy")
         if error := wait_ready(config):
@@ -115,7 +121,7 @@ def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> in
         return phases.fail(f"{error}\n{tail(log)}")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        app.stop_ray(DRAIN_S)
+        app.stop_ray(DRAIN_S, spec)
 
 
 # --- before ------------------------------------------------------------------------------------
@@ -171,6 +177,8 @@ def ray_environment(work: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 100),
         # Its default of 30 s makes every stop take that long.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # What does not answer would be asked politely, and waited for, before it is killed.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Some of its processes write there, whatever temporary folder Ray was started with; and
         # those that are killed leave what Python's multiprocessing has there.
         "RAY_TMPDIR": str(work),
@@ -266,14 +274,15 @@ def summary(spec: "AppSpec") -> str:
 
     config = spec.config
     lines = [
-        f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'KV pool':<24}threads",
+        f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'KV pool':<24}"
+        f"{'step':<13}threads",
     ]
     for card, load in sorted(app.reports(spec), key=lambda report: report[0].worker_id):
         gib = card.kv_blocks * KVLayout(**card.layout).span_bytes / 2**30
         lines.append(
             f"  {card.worker_id:<18}{card.pid:>8}  {f'{card.host}:{card.port}':<22}"
             f"{load.transport:<11}{f'{card.kv_blocks} blocks, {gib:.2f} GiB':<24}"
-            f"{getattr(config, card.role).engine.threads}"
+            f"{f'{card.token_budget} tokens':<13}{getattr(config, card.role).engine.threads}"
         )
     body = {
         "model": config.served_model_name,
@@ -291,6 +300,8 @@ def summary(spec: "AppSpec") -> str:
         f"  curl -N {url(config)}/v1/chat/completions \\",
         *(f"    -H '{header}' \\" for header in headers),
         f"    -d '{json.dumps(body)}'",
+        "",
+        f"  baton drain WORKER --url {url(config)} --secret-file {config.secret_file}",
         "",
     ]
     return "\n".join(lines)

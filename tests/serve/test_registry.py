@@ -69,6 +69,23 @@ def test_a_reader_is_told_at_once(client: RegistryClient) -> None:
     asyncio.run(scenario())
 
 
+def test_all_readers_are_told_at_once_that_the_deployment_stops(client: RegistryClient) -> None:
+    async def scenario() -> None:
+        await client.heartbeat(card(), load())
+        readers = [RegistryClient(client._name) for _ in range(2)]
+        for reader in readers:
+            assert await reader.discover() == [card()]
+            assert reader.stops_in_s is None
+        waiting = [asyncio.create_task(reader.discover(patience_s=30)) for reader in readers]
+        assert await client.stop(5.0)
+        for news, reader in zip(waiting, readers, strict=True):
+            assert await asyncio.wait_for(news, 10) == [card()]
+            assert reader.stops_in_s is not None
+            assert 0 < reader.stops_in_s <= 5
+
+    asyncio.run(scenario())
+
+
 def test_without_news_the_reader_gets_the_same_after_its_patience(client: RegistryClient) -> None:
     async def scenario() -> None:
         await client.heartbeat(card(), load())
@@ -85,9 +102,9 @@ def test_a_silent_worker_expires_and_its_reader_is_told(request: pytest.FixtureR
     actor = remote_class.options(num_cpus=0).remote(expire_s=0.5)
     try:
         ray.get(actor.heartbeat.remote(*frames(card())))
-        version, cards = ray.get(actor.wait.remote(-1, 0))
+        version, cards, _ = ray.get(actor.wait.remote(-1, 0))
         assert len(cards) == 1
-        later, cards = ray.get(actor.wait.remote(version, 30))
+        later, cards, _ = ray.get(actor.wait.remote(version, 30))
         assert later != version
         assert cards == []
     finally:
