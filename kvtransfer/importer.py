@@ -176,7 +176,7 @@ class Importer:
         pull = self._live.get(key)
         if pull is not None:
             self._tell(PullAborted(key, pull.blocks, settled=False))
-            self._drain(pull)
+            self._drain(pull, since=None)
 
     def poll(self, now: float) -> list[Event]:
         """Follow the reads and the deadlines; returns what happened since the last call."""
@@ -269,7 +269,7 @@ class Importer:
         else:
             return
         self._tell(PullFailed(pull.key, pull.blocks, reason, settled=False))
-        self._drain(pull)
+        self._drain(pull, now)
 
     def _verify(self, pull: _Pull) -> None:
         """SEALS_IN_FLIGHT → arrived or failed."""
@@ -284,9 +284,9 @@ class Importer:
         del self._live[pull.key]
         self._tell(PullFailed(pull.key, pull.blocks, reason, settled=True))
 
-    def _drain(self, pull: _Pull) -> None:
+    def _drain(self, pull: _Pull, since: float | None) -> None:
         """→ DRAINING, after the outcome was told; Settled follows from :meth:`poll`."""
-        pull.status, pull.since = PullStatus.DRAINING, None
+        pull.status, pull.since = PullStatus.DRAINING, since
         del self._live[pull.key]
         self.transport.abandon(pull.handle)
 

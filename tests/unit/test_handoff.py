@@ -1,136 +1,53 @@
-"""Leases and pulls: every interleaving ends with nothing leased and one outcome per pull."""
+"""Leases and pulls, transition by transition."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import count
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.errors import PeerGone, TransportError
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import Stamp
-from kvtransfer.ticket import AgentCard, Ticket, open_ticket
-from kvtransfer.transport import Completion, Part, Status
+from kvtransfer.ticket import open_ticket
+from kvtransfer.transport import Completion, Status, Transport
+from tests.support.scripted_transport import (
+    CARD,
+    EPOCH,
+    PlainMemory,
+    ScriptedTransport,
+    make_ticket,
+)
 
-EPOCH = 2**64 - 7
 SECRET = b"a secret of the deployment"
 LEASE_S = 30.0
-CARD = AgentCard("p-0", EPOCH, b"layout", 64, "scripted", b"")
-
-
-# --- doubles: a pool of plain Python, and a transport that does what the test says ---
-
-
-class PlainMemory:
-    """Stamps and data of a pool, as :class:`kvtransfer.region.Region` keeps them in tensors."""
-
-    num_blocks = 64
-    span_bytes = 100
-
-    def __init__(self) -> None:
-        self.data: dict[int, int] = {}
-        self.stamps: dict[int, Stamp] = {}
-        self.seals: dict[int, Stamp] = {}
-        self.staging: dict[int, Stamp] = {}
-
-    def write(self, block: int, generation: int, value: int, checksum: int = 0) -> None:
-        self.data[block] = value
-        self.stamps[block] = Stamp(EPOCH, generation, block, checksum)
-        self.seals[block] = Stamp(EPOCH, generation)
-
-    def open(self, block: int, generation: int) -> None:
-        self.seals[block] = Stamp(EPOCH, generation)
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.stamps[block] = self.staging[block] = Stamp(0, 0, 0)
-
-    def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
-        return [self.stamps[block] for block in blocks]
-
-    def staged_seals(self, blocks: Sequence[int]) -> list[Stamp]:
-        return [self.staging[block] for block in blocks]
-
-    def checksum(self, blocks: Sequence[int]) -> list[int]:
-        return [self.data[block] for block in blocks]
-
-
-class ScriptedTransport:
-    """Reads happen when the test calls :meth:`finish`, in any order, and end as it says."""
-
-    name = "scripted"
-
-    def __init__(self, remote: PlainMemory, local: PlainMemory) -> None:
-        self.remote, self.local = remote, local
-        self.reads: dict[int, tuple[Part, list[tuple[int, int]]]] = {}
-        self.completions: list[Completion] = []
-        self.abandoned: list[int] = []
-        self.forgotten: list[AgentCard] = []
-        self.refuse: Exception | None = None
-        self._handles = count(1)
-
-    def register(self, region: object) -> bytes:
-        return b""
-
-    def connect(self, peer: AgentCard) -> None:
-        pass
-
-    def pull(self, peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
-        if self.refuse is not None:
-            raise self.refuse
-        handle = next(self._handles)
-        self.reads[handle] = (part, list(blocks))
-        return handle
-
-    def finish(self, handle: int, status: Status = Status.DONE) -> None:
-        part, blocks = self.reads.pop(handle)
-        for theirs, ours in blocks:
-            if part is Part.KV:
-                self.local.data[ours] = self.remote.data[theirs]
-                self.local.stamps[ours] = self.remote.stamps[theirs]
-            else:
-                self.local.staging[ours] = self.remote.seals[theirs]
-        reason = "" if status is Status.DONE else "the peer disconnected"
-        self.completions.append(Completion(handle, status, reason))
-
-    def poll(self) -> list[Completion]:
-        completions, self.completions = self.completions, []
-        return completions
-
-    def moved(self, handle: int) -> int:
-        return 0
-
-    def abandon(self, handle: int) -> None:
-        self.abandoned.append(handle)
-
-    def forget(self, peer: AgentCard) -> None:
-        assert not self.reads
-        self.forgotten.append(peer)
-
-    def close(self) -> None:
-        self.reads.clear()
-
-
-def make_ticket(blocks: Sequence[tuple[int, int]]) -> Ticket:
-    ids, generations = tuple(b for b, _ in blocks), tuple(g for _, g in blocks)
-    return Ticket(b"t" * 16, "p-0", EPOCH, ids, generations, b"layout", 16 * len(ids), b"prefix")
 
 
 class Pair:
     """A producer with four sealed blocks and a consumer that pulls them."""
 
-    def __init__(self, checksums: bool = False) -> None:
+    def __init__(self, checksums: bool = False, broken: Exception | None = None) -> None:
         self.remote, self.local = PlainMemory(), PlainMemory()
+        self.broken = broken  # why no other transport can be built
+        self.refuse_next: Exception | None = None  # what the next one says to every pull
         for block in (3, 4, 5, 6):
             self.remote.write(block, 2, value=1000 + block)
         self.transport = ScriptedTransport(self.remote, self.local)
-        self.importer = Importer(self.local, self.transport, checksums)
+        self.importer = Importer(
+            self.local, self.transport, checksums, stall_s=5.0, build=self.build, settle_s=60.0
+        )
         self.ticket = make_ticket([(3, 2), (4, 2), (5, 2), (6, 2)])
+
+    def build(self, number: int) -> Transport:
+        assert self.transport.closed, "two transports at once"
+        if self.broken is not None:
+            raise self.broken
+        self.transport = ScriptedTransport(self.remote, self.local)
+        self.transport.refuse = self.refuse_next
+        self.built = number
+        return self.transport
 
     def start(self, key: bytes = b"k", deadline: float = 10.0) -> None:
         self.importer.start(key, self.ticket, CARD, [(1, 20), (3, 21)], deadline)
@@ -361,7 +278,7 @@ def test_an_abort_leaves_the_blocks_in_quarantine(reads_before: int, status: Sta
     assert pair.importer.poll(0.0) == [PullAborted(b"k", (20, 21), settled=False)]
     assert pair.transport.abandoned == [handle]
     assert (pair.importer.num_in_flight, pair.importer.num_unsettled) == (0, 1)
-    assert pair.importer.poll(1e9) == []  # its deadline means nothing any more
+    assert pair.importer.poll(50.0) == []  # its deadline means nothing any more
     pair.finish(status)
     assert pair.importer.poll(0.0) == [Settled(b"k", (20, 21))]
     assert not pair.transport.reads  # the seals are not read for nobody
@@ -432,137 +349,160 @@ def test_the_end_of_a_transport_fails_everything(settled: bool) -> None:
     pair.done()
 
 
-# --- every interleaving ---
-
-KEYS = [bytes([n]) for n in range(4)]
+# --- parts ---
 
 
-class HandOff(RuleBasedStateMachine):
-    """One producer, one consumer, a slow network, and a request that may go away at any moment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.remote, self.local = PlainMemory(), PlainMemory()
-        self.transport = ScriptedTransport(self.remote, self.local)
-        self.importer = Importer(self.local, self.transport)
-        self.exporter = make_exporter()
-        self.generations = dict.fromkeys(range(8), 0)
-        self.leased: dict[bytes, list[int]] = {}
-        self.tickets: list[tuple[Ticket, dict[int, int]]] = []  # with the data that it names
-        self.pulls: dict[bytes, dict[int, int]] = {}  # key → local block: data it must hold
-        self.outcomes: dict[bytes, int] = {}
-        self.unsettled: dict[bytes, tuple[int, ...]] = {}
-        self.serial = count(1)
-
-    # producer
-
-    @rule(blocks=st.sets(st.integers(0, 7), min_size=1, max_size=3))
-    def export(self, blocks: set[int]) -> None:
-        free = blocks - {block for lease in self.leased.values() for block in lease}
-        if not free:
-            return
-        pairs, data = [], {}
-        for block in sorted(free):  # hand out, write, seal
-            self.generations[block] += 2
-            data[block] = next(self.serial)
-            self.remote.write(block, self.generations[block], data[block])
-            pairs.append((block, self.generations[block]))
-        export = self.exporter.export("r-0", pairs, 16, b"", self.now)
-        self.leased[export.ticket_id] = sorted(free)
-        self.tickets.append((open_ticket(export.packed, SECRET), data))
-
-    @rule(block=st.integers(0, 7))
-    def reuse(self, block: int) -> None:
-        if any(block in lease for lease in self.leased.values()):
-            return
-        self.generations[block] += 2
-        self.remote.open(block, self.generations[block] - 1)
-        self.remote.data[block] = next(self.serial)  # written, not sealed yet
-
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        ticket, _ = data.draw(st.sampled_from(self.tickets))
-        assert self.exporter.release(ticket.ticket_id) == self.leased.pop(ticket.ticket_id, [])
-
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def renew(self, data: st.DataObject) -> None:
-        ticket, _ = data.draw(st.sampled_from(self.tickets))
-        gone = self.exporter.renew([ticket.ticket_id], self.now)
-        assert bool(gone) == (ticket.ticket_id not in self.leased)
-
-    @rule(seconds=st.sampled_from([0.5, 3.0, LEASE_S]))
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        for blocks in self.exporter.expire(self.now):
-            (ticket_id,) = (t for t, lease in self.leased.items() if lease == blocks)
-            del self.leased[ticket_id]
-
-    # consumer
-
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), key=st.sampled_from(KEYS), refuse=st.booleans())
-    def start(self, data: st.DataObject, key: bytes, refuse: bool) -> None:
-        if key in self.pulls or key in self.unsettled:
-            return
-        ticket, content = data.draw(st.sampled_from(self.tickets))
-        base = 10 * KEYS.index(key)
-        pairs = [(index, base + index) for index in range(len(ticket.block_ids))]
-        self.transport.refuse = TransportError("refused") if refuse else None
-        self.importer.start(key, ticket, CARD, pairs, self.now + 5.0)
-        self.transport.refuse = None
-        self.pulls[key] = {base + i: content[b] for i, b in enumerate(ticket.block_ids)}
-
-    @rule(key=st.sampled_from(KEYS))
-    def abort(self, key: bytes) -> None:
-        self.importer.abort(key)
-
-    @precondition(lambda self: self.transport.reads)
-    @rule(data=st.data(), status=st.sampled_from([Status.DONE, Status.DONE, Status.FAILED]))
-    def finish(self, data: st.DataObject, status: Status) -> None:
-        self.transport.finish(data.draw(st.sampled_from(sorted(self.transport.reads))), status)
-
-    @precondition(lambda self: self.transport.completions)
-    @rule()
-    def duplicate(self) -> None:
-        self.transport.completions.append(self.transport.completions[0])
-
-    @rule(handle=st.integers(10**6, 10**6 + 3))
-    def late_completion(self, handle: int) -> None:
-        self.transport.completions.append(Completion(handle, Status.DONE))
-
-    @rule()
-    def poll(self) -> None:
-        for event in self.importer.poll(self.now):
-            if isinstance(event, Settled):
-                assert self.unsettled.pop(event.key) == event.blocks
-                continue
-            expected = self.pulls.pop(event.key)  # KeyError: a second outcome
-            assert set(event.blocks) == set(expected)
-            if isinstance(event, Arrived):  # never another prompt's data
-                assert {block: self.local.data[block] for block in event.blocks} == expected
-            elif not event.settled:
-                self.unsettled[event.key] = event.blocks
-
-    @invariant()
-    def integrity(self) -> None:
-        self.exporter.check_integrity()
-        self.importer.check_integrity()
-        assert self.exporter.num_leased == len(self.leased)
-
-    def teardown(self) -> None:
-        self.pass_time(LEASE_S)
-        while self.transport.reads or self.transport.completions or self.pulls:
-            for handle in list(self.transport.reads):
-                self.transport.finish(handle)
-            self.poll()
-        assert not self.pulls
-        assert not self.unsettled
-        assert self.exporter.num_leased == 0
-        assert self.importer.num_in_flight == self.importer.num_unsettled == 0
+def test_a_part_is_pulled_by_its_own_indices() -> None:
+    pair = Pair()
+    part = make_ticket([(5, 2), (6, 2)], first_block=2)
+    pair.importer.start(b"k", part, CARD, [(0, 30), (1, 31)], 10.0)
+    pair.finish()
+    assert pair.importer.poll(0.0) == []
+    pair.finish()
+    assert pair.importer.poll(0.0) == [Arrived(b"k", (30, 31), 200)]
+    assert pair.local.data == {30: 1005, 31: 1006}
+    pair.importer.start(b"k", part, CARD, [(2, 32)], 10.0)
+    (event,) = pair.importer.poll(0.0)
+    assert isinstance(event, PullFailed)
+    assert "2 blocks" in event.reason
+    pair.done()
 
 
-TestHandOff = HandOff.TestCase
-TestHandOff.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_a_part_in_another_generation_is_refused() -> None:
+    pair = Pair()
+    pair.ticket = make_ticket([(3, 2), (4, 4), (5, 2), (6, 2)], first_block=7)
+    assert "block 4 of p-0 is not the ticket's" in failed_reason(pair)
+
+
+# --- pulls that make no progress ---
+
+
+@pytest.mark.parametrize("reads_before", [0, 1])
+def test_a_pull_that_makes_no_progress_ends(reads_before: int) -> None:
+    """B038: the request's deadline is far, but nothing arrives."""
+    pair = Pair()
+    pair.start(deadline=1000.0)
+    for _ in range(reads_before):
+        pair.finish()
+    for now in (0.0, 4.9):
+        assert pair.importer.poll(now) == []
+    (event,) = pair.importer.poll(5.0)
+    assert isinstance(event, PullFailed)
+    assert not event.settled
+    assert "nothing arrived for 5 s" in event.reason
+    assert pair.importer.poll(64.0) == []  # not settled, whatever the clock says
+    pair.finish()
+    assert pair.importer.poll(64.0) == [Settled(b"k", (20, 21))]
+    pair.done()
+
+
+def test_a_slow_pull_is_left_alone() -> None:
+    pair = Pair()
+    pair.start(deadline=1000.0)
+    (handle,) = pair.transport.reads
+    for step in range(4):  # both blocks, data and trailers
+        assert pair.importer.poll(4.0 * step) == []
+        pair.transport.land(handle, 0)
+    pair.transport.end(handle, Status.DONE)
+    assert pair.importer.poll(16.0) == []
+    pair.finish()
+    assert pair.importer.poll(16.0) == [Arrived(b"k", (20, 21), 200)]
+
+
+def test_one_of_several_pieces_that_is_lost_ends_the_pull() -> None:
+    pair = Pair()
+    pair.start(deadline=1000.0)
+    (handle,) = pair.transport.reads
+    for _ in range(3):
+        pair.transport.land(handle, 0)
+    assert pair.importer.poll(0.0) == []
+    (event,) = pair.importer.poll(5.0)
+    assert isinstance(event, PullFailed)
+
+
+# --- a transport that does not settle ---
+
+
+def test_a_read_that_never_settles_ends_with_its_transport() -> None:
+    pair = Pair()
+    pair.start(b"lost", deadline=2.0)
+    assert len(pair.importer.poll(2.0)) == 1
+    pair.importer.start(b"live", pair.ticket, CARD, [(0, 22)], 1000.0)
+    pair.importer.start(b"late", pair.ticket, CARD, [(0, 23)], 63.0)
+    old = pair.transport
+    for handle in (2, 3):
+        old.land(handle, 0)
+    for now in (3.0, 8.0, 13.0, 18.0, 23.0, 28.0, 33.0, 38.0, 43.0, 48.0, 53.0, 58.0, 61.9):
+        for handle in (2, 3):  # they go on
+            old.reads[handle].moved += 1
+        assert pair.importer.poll(now) == []
+    assert pair.importer.poll(62.0) == [Settled(b"lost", (20, 21))]
+    assert (pair.importer.rebuild_count, pair.built) == (1, 1)
+    assert old.closed
+    assert pair.importer.num_in_flight == 2
+    live, late = pair.transport.reads  # both were started again, nobody has heard of it
+    pair.transport.finish(live)
+    (event,) = pair.importer.poll(63.0)  # their deadlines are the old ones
+    assert isinstance(event, PullFailed)
+    assert event.key == b"late"
+    pair.transport.finish(late)
+    (seals,) = set(pair.transport.reads) - {late}
+    pair.transport.finish(seals)
+    assert set(pair.importer.poll(64.0)) == {Settled(b"late", (23,)), Arrived(b"live", (22,), 100)}
+    pair.done()
+
+
+def test_reads_given_up_do_not_hold_more_than_a_quarter_of_the_pool() -> None:
+    pair = Pair()  # 64 blocks
+    for start in (0, 4, 8, 12):
+        pairs = [(index, start + index) for index in range(4)]
+        pair.importer.start(bytes([start]), pair.ticket, CARD, pairs, 1.0)
+    assert len(pair.importer.poll(1.0)) == 4
+    assert pair.importer.poll(10.0) == []  # 16 of 64 is not more
+    pair.importer.start(b"one more", pair.ticket, CARD, [(0, 20)], 11.0)
+    assert len(pair.importer.poll(11.0)) == 1
+    assert pair.importer.poll(11.9) == []  # a slow one has a second to settle by itself
+    events = pair.importer.poll(12.0)
+    assert [type(event) for event in events] == [Settled] * 5
+    assert pair.importer.rebuild_count == 1
+    pair.done()
+
+
+def test_a_peer_that_should_be_forgotten_is_unknown_after_a_rebuild() -> None:
+    pair = Pair()
+    pair.start(deadline=1.0)
+    pair.importer.forget(CARD)
+    pair.importer.poll(1.0)
+    old = pair.transport
+    assert pair.importer.poll(61.0) == [Settled(b"k", (20, 21))]
+    assert old.forgotten == pair.transport.forgotten == []
+    pair.done()
+
+
+def test_a_transport_that_cannot_be_replaced_ends_everything() -> None:
+    pair = Pair(broken=TransportError("no device"))
+    pair.start(b"lost", deadline=1.0)
+    pair.importer.poll(1.0)
+    pair.importer.start(b"live", pair.ticket, CARD, [(0, 22)], 1000.0)
+    with pytest.raises(TransportError, match="no device"):
+        pair.importer.poll(61.0)
+    events = pair.importer.end("no device", settled=True)
+    assert events == [
+        Settled(b"lost", (20, 21)),
+        PullFailed(b"live", (22,), "no device", settled=True),
+    ]
+    pair.done()
+
+
+def test_a_pull_that_cannot_start_again_fails() -> None:
+    pair = Pair()
+    pair.start(b"lost", deadline=1.0)
+    pair.importer.poll(1.0)
+    pair.importer.start(b"live", pair.ticket, CARD, [(0, 22)], 1000.0)
+    pair.refuse_next = PeerGone("it has gone")
+    events = pair.importer.poll(61.0)
+    assert events == [
+        Settled(b"lost", (20, 21)),
+        PullFailed(b"live", (22,), "it has gone", settled=True),
+    ]
+    pair.done()

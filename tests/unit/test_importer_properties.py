@@ -1,0 +1,265 @@
+"""Pulls under every interleaving, over a transport that is slow, late, double, lying or silent.
+
+A read lands move by move, as long as it is not over, while the producer reuses its blocks and the
+consumer gives pulls up. Whatever comes: one outcome per start, one Settled per unsettled outcome,
+no byte in a block that was told to be free, and in verified blocks what the ticket says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtransfer.errors import PeerGone, TransportError
+from kvtransfer.importer import Arrived, Event, Importer, PullFailed, Settled
+from kvtransfer.ticket import AgentCard, Ticket
+from kvtransfer.transport import Completion, Part, Status, Transport
+from tests.support.scripted_transport import CARD, PlainMemory, ScriptedTransport, make_ticket
+
+REMOTE_BLOCKS = 6
+LOCAL_BLOCKS = 12
+PULL_S = 8.0
+STALL_S = 5.0
+SETTLE_S = 60.0
+KEYS = [bytes([n]) for n in range(4)]
+
+
+class LandingTransport(ScriptedTransport):
+    """Knows for which start a read was posted, and checks each byte that lands against it."""
+
+    def __init__(self, machine: Pulls) -> None:
+        super().__init__(machine.remote, machine.local, self.check)
+        self.machine = machine
+        self.starts: dict[int, int] = {}
+        self.refuse_seals = False
+
+    def pull(self, peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
+        if part is Part.SEALS and self.refuse_seals:
+            raise PeerGone("it has gone")
+        handle = super().pull(peer, part, blocks)
+        (start,) = {self.machine.holders[local] for _, local in blocks}
+        self.starts[handle] = start
+        return handle
+
+    def check(self, handle: int, block: int) -> None:
+        assert not self.closed
+        assert self.machine.holders.get(block) == self.starts[handle], "landed in a free block"
+
+
+class Pulls(RuleBasedStateMachine):
+    """A producer that reuses blocks, a consumer with a small pool, and the wire between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.remote, self.local = PlainMemory(REMOTE_BLOCKS), PlainMemory(LOCAL_BLOCKS)
+        self.transport = LandingTransport(self)
+        self.importer = Importer(
+            self.local, self.transport, stall_s=STALL_S, build=self.build, settle_s=SETTLE_S
+        )
+        self.serial = count(1)  # of everything that must not be mistaken for another
+        self.generations = dict.fromkeys(range(REMOTE_BLOCKS), 0)
+        self.written: dict[tuple[int, int], int] = {}  # (block, generation) → data
+        self.holders: dict[int, int] = {}  # local block → the start that may still write it
+        self.starts: dict[bytes, int] = {}  # key → its start, until the key is free again
+        self.expected: dict[int, dict[int, int]] = {}  # start → local block → data; outcome open
+        self.deadlines: dict[bytes, float] = {}
+        self.told: dict[bytes, tuple[float, tuple[int, ...]]] = {}  # unsettled: when, which blocks
+        self.watched: dict[bytes, float | None] = {}  # first poll after the last sign of progress
+
+    @initialize()
+    def fill(self) -> None:
+        for block in range(REMOTE_BLOCKS):
+            self.seal(block)
+
+    def build(self, number: int) -> Transport:
+        assert self.transport.closed
+        assert number == self.importer.rebuild_count + 1
+        self.transport = LandingTransport(self)
+        self.watched = dict.fromkeys(self.watched)  # they begin again
+        return self.transport
+
+    # --- the producer ---
+
+    @rule(block=st.integers(0, REMOTE_BLOCKS - 1))
+    def hand_out(self, block: int) -> None:
+        """Odd before the first write."""
+        self.generations[block] += 1 + self.generations[block] % 2
+        self.remote.open(block, self.generations[block])
+
+    @precondition(lambda self: any(g % 2 for g in self.generations.values()))
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        open_blocks = [block for block, g in self.generations.items() if g % 2]
+        self.remote.data[data.draw(st.sampled_from(open_blocks))] = next(self.serial)
+
+    @rule(block=st.integers(0, REMOTE_BLOCKS - 1))
+    def seal(self, block: int) -> None:
+        """Even after the last one."""
+        generation = self.generations[block] = self.generations[block] // 2 * 2 + 2
+        value = self.written[block, generation] = next(self.serial)
+        self.remote.write(block, generation, value)
+
+    # --- the consumer ---
+
+    @rule(key=st.sampled_from(KEYS), num_blocks=st.integers(0, 3), data=st.data())
+    def start(self, key: bytes, num_blocks: int, data: st.DataObject) -> None:
+        """A ticket of now, or of long ago; into any free blocks."""
+        free = [block for block in range(LOCAL_BLOCKS) if block not in self.holders]
+        if key in self.starts or len(free) < num_blocks:
+            return
+        sources = data.draw(
+            st.lists(st.sampled_from(sorted(self.written)), min_size=num_blocks, max_size=3)
+        )
+        targets = data.draw(st.permutations(free))[:num_blocks]
+        pairs = list(enumerate(targets))
+        serial = next(self.serial)
+        for local in targets:
+            self.holders[local] = serial
+            self.local.data[local] = -serial  # nobody's text
+        self.starts[key] = serial
+        self.expected[serial] = {local: self.written[sources[i]] for i, local in pairs}
+        self.deadlines[key] = self.now + PULL_S
+        self.watched[key] = None
+        self.importer.start(key, self.ticket(sources, data), CARD, pairs, self.deadlines[key])
+
+    def ticket(self, sources: list[tuple[int, int]], data: st.DataObject) -> Ticket:
+        return make_ticket(sources, first_block=data.draw(st.integers(0, 2)))
+
+    @rule(key=st.sampled_from(KEYS))
+    def abort(self, key: bytes) -> None:
+        """Of any pull: open, decided, or never started."""
+        self.importer.abort(key)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, STALL_S, SETTLE_S]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(kv=st.booleans(), seals=st.booleans())
+    def refuse(self, kv: bool, seals: bool) -> None:
+        """From now on posts fail, or no longer."""
+        self.transport.refuse = TransportError("refused") if kv else None
+        self.transport.refuse_seals = seals
+
+    # --- the wire ---
+
+    def draw_read(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.transport.reads)))
+
+    def touch(self, handle: int) -> None:
+        """Something of this read has come: its pull makes progress."""
+        for key, start in self.starts.items():
+            if start == self.transport.starts[handle] and key in self.watched:
+                self.watched[key] = None
+
+    @precondition(lambda self: any(read.missing for read in self.transport.reads.values()))
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        reads = self.transport.reads
+        handle = data.draw(st.sampled_from(sorted(h for h, read in reads.items() if read.missing)))
+        self.transport.land(handle, data.draw(st.integers(0, len(reads[handle].missing) - 1)))
+        self.touch(handle)
+
+    @precondition(lambda self: self.transport.reads)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        handle = self.draw_read(data)
+        self.touch(handle)
+        self.transport.finish(handle)
+
+    @precondition(lambda self: self.transport.reads)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """It ends with what has landed."""
+        handle = self.draw_read(data)
+        self.touch(handle)
+        self.transport.end(handle, Status.FAILED)
+
+    @precondition(lambda self: self.transport.reads)
+    @rule(data=st.data())
+    def lie(self, data: st.DataObject) -> None:
+        """It says DONE, and of some blocks nothing has come."""
+        handle = self.draw_read(data)
+        read = self.transport.reads[handle]
+        whole = [ours for _, ours in read.blocks if sum(m[2] == ours for m in read.missing) != 1]
+        untouched = set(whole) & {ours for *_, ours in read.missing}
+        never = data.draw(st.sets(st.sampled_from(sorted(untouched)))) if untouched else set()
+        self.touch(handle)
+        self.transport.finish(handle, never=frozenset(never))
+
+    @precondition(lambda self: self.transport.completions)
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        self.transport.completions.append(
+            data.draw(st.sampled_from(list(self.transport.completions)))
+        )
+
+    @rule(data=st.data())
+    def stray(self, data: st.DataObject) -> None:
+        """A completion of a read that was never posted, or was reported long ago."""
+        known = self.transport.reads.keys() | {c.handle for c in self.transport.completions}
+        handle = data.draw(st.sampled_from([*sorted(self.transport.starts.keys() - known), 10**6]))
+        self.transport.completions.append(Completion(handle, Status.DONE))
+
+    @precondition(lambda self: len(self.transport.completions) > 1)
+    @rule()
+    def reorder(self) -> None:
+        self.transport.completions.reverse()
+
+    # --- what must be true ---
+
+    @rule()
+    def poll(self) -> None:
+        for event in self.importer.poll(self.now):
+            self.on_event(event)
+        for key, (when, _) in self.told.items():
+            assert self.now - when < SETTLE_S, f"{key!r} is still not settled"
+        for key, first in self.watched.items():
+            assert self.now < self.deadlines[key]
+            assert first is None or self.now - first < STALL_S
+            self.watched[key] = self.now if first is None else first
+
+    def on_event(self, event: Event) -> None:
+        start = self.starts[event.key]  # KeyError: nobody waits for an event of this key
+        if isinstance(event, Settled):
+            _, blocks = self.told.pop(event.key)
+            assert blocks == event.blocks
+            self.free(event.key)
+            return
+        expected = self.expected.pop(start)  # KeyError: a second outcome
+        del self.watched[event.key]
+        assert set(event.blocks) == set(expected)
+        if isinstance(event, Arrived):
+            assert {block: self.local.data[block] for block in event.blocks} == expected
+            self.free(event.key)
+        elif event.settled:
+            assert isinstance(event, PullFailed)
+            self.free(event.key)
+        else:
+            self.told[event.key] = (self.now, event.blocks)
+
+    def free(self, key: bytes) -> None:
+        start = self.starts.pop(key)
+        self.holders = {block: held for block, held in self.holders.items() if held != start}
+
+    @invariant()
+    def integrity(self) -> None:
+        self.importer.check_integrity()
+        assert self.transport.abandoned == list(dict.fromkeys(self.transport.abandoned))
+
+    def teardown(self) -> None:
+        """Nothing answers any more: clocks alone bring every block back."""
+        for seconds in (0.0, PULL_S, SETTLE_S):
+            self.now += seconds
+            self.poll()
+        assert not self.expected
+        assert not self.told
+        assert not self.holders
+        assert self.importer.num_in_flight == self.importer.num_unsettled == 0
+
+
+TestPulls = Pulls.TestCase
+TestPulls.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
