@@ -72,6 +72,10 @@ class Control:
         """Prompt tokens computed so far."""
         return self.worker.engine.scheduler.stats.computed_prompt_tokens
 
+    def failed_pulls(self) -> int:
+        """Pulls that have failed."""
+        return self.worker.roles.load().failed_pulls
+
     def leftovers(self) -> list[str]:
         """What is not idle."""
         return worker_leftovers(self.worker)

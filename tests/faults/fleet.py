@@ -99,7 +99,8 @@ class Fleet:
     def serving(self, side: str) -> WorkerProcess:
         """The worker on that side of the only request."""
         (job,) = self.jobs
-        call = getattr(job, side)
+        assert job.current is not None
+        call = job.current._prefill if side == "prefill" else job.current._decode
         assert call is not None
         return next(w for w in self.workers if w.card.worker_id == call.worker.card.worker_id)
 

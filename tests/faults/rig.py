@@ -275,10 +275,10 @@ def router_leftovers(dispatcher: Dispatcher) -> list[str]:
     if dispatcher.num_jobs or len(dispatcher.queue):
         left.append(f"router: {dispatcher.num_jobs} jobs")
     for record in dispatcher.table.workers.values():
-        if record.calls or record.tickets or record.aborted:
+        if record.calls or record.leases.ids:
             left.append(
                 f"router's record of {record.card.worker_id}: {len(record.calls)} calls,"
-                f" {len(record.tickets)} tickets, {len(record.aborted)} unanswered aborts"
+                f" {len(record.leases.ids)} leases"
             )
     return left
 
