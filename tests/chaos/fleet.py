@@ -85,7 +85,7 @@ class Seen:
             counts.update({f"transfer {k}": n for k, n in (worker.get("faults") or {}).items()})
         for router in self.routers.values():
             counts.update({f"message {k}": n for k, n in (router.get("faults") or {}).items()})
-            counts.update({f"requests {k}": n for k, n in router["requests"].items()})
+            counts.update(_flat("requests", router["requests"]))
         return counts
 
 
@@ -130,6 +130,12 @@ class Fleet:
             workers = [w for state in self._states.values() for w in state["workers"]]
         ready = {w["pid"] for w in workers if w["state"] == "ready"}
         return [member for member in self.well(role) if member.pid in ready]
+
+    def worker_id(self, member: Member) -> str:
+        """The name of a worker's process; empty when no router knows it."""
+        with self.lock:
+            workers = [w for state in self._states.values() for w in state["workers"]]
+        return next((w["id"] for w in workers if w["pid"] == member.pid), "")
 
     def states(self) -> dict[int, dict[str, Any]]:
         """What each router that answers says, by its pid."""
@@ -222,6 +228,13 @@ def not_idle(states: Mapping[int, Mapping[str, Any]]) -> list[str]:
             elif worker["blocks"]["free"] + worker["blocks"]["cached"] != worker["kv_blocks"] - 1:
                 found.append(f"{worker['id']} has lost blocks: {worker['blocks']}")
     return found
+
+
+def _flat(name: str, value: Any) -> dict[str, int]:
+    """Numbers of nested mappings by their path, as words."""
+    if not isinstance(value, Mapping):
+        return {name: int(value)}
+    return {k: n for key, part in value.items() for k, n in _flat(f"{name} {key}", part).items()}
 
 
 def _role(process: psutil.Process) -> str:

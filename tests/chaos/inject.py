@@ -36,7 +36,7 @@ class Injector:
         fleet: Fleet,
         clock: Clock,
         lease_s: float,
-        drain: Callable[[Member], None],
+        drain: Callable[[Member, float], None],
         flood: Callable[[], None],
     ) -> None:
         self.done: list[Injected] = []
@@ -90,7 +90,7 @@ class Injector:
                 self._signal(target.pid, signal.SIGKILL)
             case "drain", Member():
                 target.end_expected = target.fault = "drained"
-                self._drain(target)
+                self._drain(target, fault.hold_s)
             case "stop", Member():
                 end_s = self._stop(target, fault.hold_s)
             case "expire", Member():

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.tokenizer import Tokenizer
+from services.config import ConfigError
+from services.drain import DrainOptions, run_drain
 from services.fetch import DEFAULT_MODEL, fetch
 from tests.chaos.fleet import Clock, Fleet, Member, not_idle
 from tests.chaos.inject import Injector
@@ -46,6 +48,9 @@ TRANSPORTS = {
     "tcp": ("--transport", "tcp"),
 }
 TOKEN_BUDGET = 64  # several chunks of most prompts
+PULL_FAULTS = "drop=0.01,delay=0.05,duplicate=0.03,corrupt=0.03,reorder=0.03,delay_s=0.7"
+# A message that is lost, doubled, damaged or out of order ends its connection.
+LINK_FAULTS = "drop=0.0005,delay=0.005,duplicate=0.0005,corrupt=0.0005,reorder=0.0005,delay_s=0.3"
 SIZES = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--token-budget", str(TOKEN_BUDGET)),
     *("--threads", "1"),
@@ -60,10 +65,9 @@ class Options:
     seconds: float = FULL_S
     transport: str = "nixl"
     clients: int = 10
-    routers: int = 1
+    routers: int = 2
     num_questions: int = 64
-    pull_faults: str = ""
-    link_faults: str = ""
+    noise: bool = True  # faults of single transfers and messages as well
 
 
 def flags(options: Options) -> list[str]:
@@ -74,18 +78,18 @@ def flags(options: Options) -> list[str]:
         *("--prefill", "2", "--decode", "2", "--routers", str(options.routers)),
         *("--kv-blocks", str(KV_BLOCKS), "--checksums", "--lease-s", str(LEASE_S)),
         *("--request-timeout-s", str(REQUEST_TIMEOUT_S), "--first-token-status-s", "5"),
+        *("--pull-stall-s", "2"),
     ]
-    for flag, faults in (("pull", options.pull_faults), ("link", options.link_faults)):
-        if faults:
-            found += [f"--{flag}-faults", f"{faults},seed={options.seed}"]
+    if options.noise:
+        found += ["--pull-faults", f"{PULL_FAULTS},seed={options.seed}"]
+        found += ["--link-faults", f"{LINK_FAULTS},seed={options.seed}"]
     return found
 
 
 def goal(options: Options) -> Goal:
     """What a run of this length must show."""
     full = options.seconds >= FULL_S
-    noise = bool(options.pull_faults and options.link_faults)
-    return Goal(int(options.seconds * (1.67 if full else 0.5)), 5 if full else 0, noise)
+    return Goal(int(options.seconds * (1.67 if full else 0.5)), 5 if full else 0, options.noise)
 
 
 def chaos(options: Options, say: Callable[[str], None] = print) -> tuple[Run, bool]:
@@ -124,8 +128,9 @@ def inject(
     expected = {"prefill": 2, "decode": 2, "router": options.routers, "registry": 1}
     fleet = Fleet(server, expected, clock)
     load = Load(server.url, options.seed, asked, answers, options.clients, HANG_AFTER_S, clock)
-    injector = Injector(fleet, clock, LEASE_S, drain, lambda: load.flood(NUM_FLOOD))
-    faults = [f for f in schedule(options.seed, options.seconds) if f.kind.action != "drain"]
+    drains = Drains(server, fleet)
+    injector = Injector(fleet, clock, LEASE_S, drains.start, lambda: load.flood(NUM_FLOOD))
+    faults = schedule(options.seed, options.seconds)
     progress = Progress(load, fleet, injector, clock, say)
     try:
         injector.run(faults, options.seconds)
@@ -138,12 +143,31 @@ def inject(
     return Run(
         load.records, injector.done, injector.late, fleet.members, fleet.samples,
         fleet.seen.total(), left, forgiven=options.transport == "nixl-tcp",
+        extra={"drains": ", ".join(drains.ends)},
     )  # fmt: skip
 
 
-def drain(member: Member) -> None:
-    """Tell a worker to leave."""
-    raise NotImplementedError(member)
+class Drains:
+    """Workers that were told to leave by ``baton drain``, and how that went."""
+
+    def __init__(self, server: Served, fleet: Fleet) -> None:
+        self.ends: list[str] = []
+        self._url, self._fleet = server.url, fleet
+        (self._secret_file,) = re.findall(r"--secret-file (\S+)", server.text)
+
+    def start(self, member: Member, deadline_s: float) -> None:
+        """Returns at once."""
+        threading.Thread(target=self._run, args=(member, deadline_s), daemon=True).start()
+
+    def _run(self, member: Member, deadline_s: float) -> None:
+        name = self._fleet.worker_id(member)
+        try:
+            status = run_drain(
+                DrainOptions(name, "", self._url, self._secret_file, deadline_s), lambda _: None
+            )
+            self.ends.append("left" if status == 0 else "did not leave in time")
+        except ConfigError as error:
+            self.ends.append(str(error))
 
 
 def wait_until_idle(
@@ -248,9 +272,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=FULL_S)
     parser.add_argument("--transport", choices=TRANSPORTS, default="nixl")
     parser.add_argument("--clients", type=int, default=10, help="requests in flight")
-    parser.add_argument("--routers", type=int, default=1)
-    parser.add_argument("--pull-faults", default="")
-    parser.add_argument("--link-faults", default="")
+    parser.add_argument("--routers", type=int, default=2)
+    parser.add_argument("--noise", action=argparse.BooleanOptionalAction, default=True)
     _, passed = chaos(Options(**vars(parser.parse_args())))
     return 0 if passed else 1
 

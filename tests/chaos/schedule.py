@@ -15,7 +15,7 @@ ALONE_SHARE = 0.2  # of the faults that may hit the only healthy worker of a rol
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. ``hold_s``: bounds of how long it lasts, if it ends by itself."""
+    """A kind of fault. ``hold_s``: bounds of how long it lasts; of a drain, of its deadline."""
 
     name: str
     action: str  # kill, stop, drain, expire or flood
@@ -38,8 +38,8 @@ KINDS = (
     Kind("stop prefill, long", "stop", "prefill", LONG),
     Kind("stop decode, long", "stop", "decode", LONG),
     Kind("expire leases", "expire", "router", (2.0, 4.0)),  # on top of a lease
-    Kind("drain prefill", "drain", "prefill"),
-    Kind("drain decode", "drain", "decode"),
+    Kind("drain prefill", "drain", "prefill", (0.5, 8.0)),
+    Kind("drain decode", "drain", "decode", (0.5, 8.0)),
     Kind("flood", "flood", "pool"),  # more long prompts at once than the pools hold
 )
 
