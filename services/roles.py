@@ -271,14 +271,21 @@ class Roles:
             self._tick_drain(now)
 
     def flush(self, now: float) -> None:
-        """Send what has gathered; report the load when it changed, at most four times a second."""
+        """Send what has gathered; report the load when it changed, at most four times a second, and
+        a new state at once.
+        """
+        if self._load is not None and self._load.state != self.state:
+            self._report(now)  # before the refusals that follow from it
         self._outbox.flush()
         if now - self._reported >= _REPORT_INTERVAL_S or not self._engine.has_work:
-            load = self.load()
-            if load != self._load:
-                self._reported = now
-                self._load = load
-                self._on_load(load)
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        load = self.load()
+        if load != self._load:
+            self._reported = now
+            self._load = load
+            self._on_load(load)
 
     def fail(self, reason: str) -> None:
         """The engine is gone: every open request hears of it."""
