@@ -56,6 +56,7 @@ class Attempt:
         self._begun = False
         self._reserved = False  # D has set blocks aside
         self._decoding = False  # Decode was sent to D
+        self._answered = False  # P has
         self._ticket: wire.Prefilled | None = None  # not released yet
         self._replaced = False
         self._introductions = 0
@@ -93,6 +94,10 @@ class Attempt:
                 call.abort()
         self._release()
         self._decode = None
+        while not self._inbox.empty():  # an answer that nobody waits for any more
+            call, message = self._inbox.get_nowait()
+            if isinstance(message, wire.Prefilled) and message.ticket_id:
+                call.worker.release(message.ticket_id)
 
     # --- what is said ----------------------------------------------------------------------------
 
@@ -214,6 +219,7 @@ class Attempt:
         raise _unexpected("prefill", call, message)
 
     def _prefilled(self, call: Call, message: wire.Prefilled) -> Chunk:
+        self._answered = True
         if message.ticket_id:
             self._ticket = message
             now = asyncio.get_running_loop().time()
@@ -261,7 +267,7 @@ class Attempt:
     def _replace_decode(self, failure: AttemptFailed) -> None:
         """Let another D take P's work over, which is not lost with this D; else raise."""
         useful = self._ticket is not None or (
-            self._prefill is not None and self._prefill.open and self._prefill.sent
+            self._prefill is not None and self._prefill.sent and not self._answered
         )
         temporary = failure.kind in ("lost", "refused", "draining", "internal")
         if failure.side != "decode" or not temporary or not useful or self._replaced:

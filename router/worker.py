@@ -116,6 +116,11 @@ class Worker:
         return "starting" if self.load is None else self.load.state
 
     @property
+    def tickets(self) -> tuple[bytes, ...]:
+        """Those of its tickets that this router wants to be kept."""
+        return self.leases.ids
+
+    @property
     def connected(self) -> bool:
         return self.link is not None and self.link.open
 

@@ -206,7 +206,7 @@ class WorkerTable:
             self._on_change()
 
         worker.peers.clear()
-        wanted = worker.leases.ids
+        wanted = worker.tickets
         card = worker.card
         link = await connect_worker(
             card.host,

@@ -81,6 +81,8 @@ class FakeWorker:
         self._proofs: set[bytes] = set()
         self._changed = asyncio.Event()
         self.server: WorkerServer | None = None
+        self.registered = True  # discovery knows it
+        self.num_parts = 0  # early ones, of each ticket
         epoch = int.from_bytes(os.urandom(4), "big") | 1
         fields: dict[str, object] = {
             "worker_id": name,
@@ -100,10 +102,10 @@ class FakeWorker:
         }
         self.card = wire.WorkerCard(**(fields | card))  # type: ignore[arg-type]
 
-    async def start(self) -> FakeWorker:
+    async def start(self, port: int = 0) -> FakeWorker:
         self.server = await serve_worker(
             "127.0.0.1",
-            0,
+            port,
             lambda: self.card,
             SECRET,
             self._on_connect,
@@ -117,6 +119,32 @@ class FakeWorker:
     async def stop(self) -> None:
         assert self.server is not None
         await self.server.close()
+
+    def die(self) -> None:
+        """As a killed process: no goodbye, nobody listens any more."""
+        assert self.server is not None
+        assert self.server._server is not None
+        self.server._server.close()
+        for link in list(self.links):
+            link._abort("killed")
+
+    def freeze(self) -> None:
+        """As a stopped process: sockets stay open, nothing is read, nothing is said."""
+        assert self.server is not None
+        assert self.server._server is not None
+        self.server._server.close()
+        for link in self.links:
+            assert link._transport is not None
+            assert link._timer is not None
+            link._transport.pause_reading()
+            link._timer.cancel()
+            link._write = lambda messages: None  # type: ignore[method-assign]
+
+    async def thaw(self) -> None:
+        """It goes on, and finds its connections closed."""
+        for link in list(self.links):
+            link._abort("stopped for too long")
+        await self.start(self.card.port)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -209,6 +237,8 @@ class FakeWorker:
                     link.send(wire.Failed(request, attempt, "aborted", "aborted"))
 
     def _prefill(self, link: Link, message: wire.Prefill) -> None:
+        for part in range(self.num_parts if message.early else 0):
+            link.send(wire.TicketPart(message.request, message.attempt, b"part %d" % part))
         position = len(unpack_ids(message.ids)) - message.num_prompt
         token, finish = self._next(message.sampling, position)
         answer = wire.Prefilled(
@@ -230,9 +260,10 @@ class FakeWorker:
         position = len(unpack_ids(message.ids)) - message.num_prompt
         finish = ""
         while not finish:
-            if self.gate is not None:
-                await self.gate.wait()
-                self.gate.clear()
+            gate = self.gate
+            if gate is not None:
+                await gate.wait()
+                gate.clear()
             else:
                 await asyncio.sleep(0)
             token, finish = self._next(message.sampling, position)
