@@ -76,6 +76,11 @@ class Control:
         """Pulls that have failed."""
         return self.worker.roles.load().failed_pulls
 
+    def counters(self) -> int:
+        """Work done: tokens computed and generated."""
+        stats = self.worker.engine.scheduler.stats
+        return stats.computed_prompt_tokens + stats.cached_prompt_tokens + stats.generated_tokens
+
     def leftovers(self) -> list[str]:
         """What is not idle."""
         return worker_leftovers(self.worker)

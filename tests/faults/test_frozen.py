@@ -182,11 +182,14 @@ class Line:
     async def to(self, port: int) -> AsyncIterator["Line"]:
         """Listen, and forward to that port."""
         tasks: set[asyncio.Task[None]] = set()
+        writers: list[asyncio.StreamWriter] = []
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
             if self._dropped.is_set():
                 return
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(far_writer)
             tasks.add(asyncio.create_task(self._pump(reader, far_writer)))
             tasks.add(asyncio.create_task(self._pump(far_reader, writer)))
 
@@ -199,18 +202,18 @@ class Line:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.sleep(0)  # for the transports to end
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
                 if self._dropped.is_set():
                     await asyncio.Event().wait()
                 writer.write(data)
                 await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        writer.close()
 
 
 async def blocked_port(folder: Path) -> None:
