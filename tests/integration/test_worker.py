@@ -1,20 +1,24 @@
-"""One worker with a tiny model behind its real endpoint: what happens when its engine fails or
-waits.
+"""One worker with a tiny model behind its real endpoint: what happens when its engine fails, hangs
+or waits, and how it leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtransfer.hashing import pack_ids
 from router import wire
 from router.connection import Link
+from router.errors import LinkError
 from router.link import connect_worker
 from services.engine.config import EngineConfig
 from services.engine.scheduler import Plan
@@ -31,6 +35,7 @@ class Router:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[wire.Message] = asyncio.Queue()
+        self.states: list[str] = []  # of its loads
         self.closed = asyncio.Event()
 
     async def next(self, *kinds: type) -> wire.Message:
@@ -40,28 +45,36 @@ class Router:
                 pass
         return message
 
-    async def connect(self, worker: Worker) -> Link:
+    def receive(self, link: Link, message: wire.Message) -> None:
+        self.messages.put_nowait(message)
+        if isinstance(message, wire.Load):
+            self.states.append(message.state)
+
+    async def connect(self, worker: Worker, name: str = "r") -> Link:
         assert worker.card is not None
         return await connect_worker(
             "127.0.0.1",
             worker.card.port,
             "w-1",
             worker.epoch,
-            "r",
+            name,
             1,
             SECRET,
             (),
-            lambda link, message: self.messages.put_nowait(message),
+            self.receive,
             lambda link: self.closed.set(),
         )
 
 
+ENGINE = EngineConfig(33, max_model_len=64, token_budget=64, chunk_budget=64, threads=1)
+ENGINE = replace(ENGINE, dtype="float32", device="cpu")
+
+
 @asynccontextmanager
-async def running(folder: Path, kv_blocks: int = 33) -> AsyncIterator[tuple[Worker, Router, Link]]:
+async def running(
+    folder: Path, engine: EngineConfig = ENGINE, **changes: Any
+) -> AsyncIterator[tuple[Worker, Router, Link]]:
     save_model(folder)
-    engine = EngineConfig(
-        kv_blocks, max_model_len=64, token_budget=64, threads=1, dtype="float32", device="cpu"
-    )
     settings = WorkerSettings(
         worker_id="w-1",
         role="prefill",
@@ -76,7 +89,7 @@ async def running(folder: Path, kv_blocks: int = 33) -> AsyncIterator[tuple[Work
         checksums=False,
         engine=engine,
     )
-    worker, router = Worker(settings), Router()
+    worker, router = Worker(replace(settings, **changes)), Router()
     await worker.start()
     try:
         link = await router.connect(worker)
@@ -113,7 +126,7 @@ async def fails(folder: Path) -> None:
 
 
 async def waits_for_a_lease(folder: Path) -> None:
-    async with running(folder, kv_blocks=5) as (worker, router, link):
+    async with running(folder, replace(ENGINE, kv_blocks=5)) as (worker, router, link):
         link.send(prefill(b"a"))
         first = await router.next(wire.Prefilled)
         assert isinstance(first, wire.Prefilled)
@@ -133,6 +146,93 @@ async def waits_for_a_lease(folder: Path) -> None:
         assert await worker.drain(WAIT_S)
 
 
+class Gate:
+    """Holds the engine's steps until it is opened."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.entered, self._open = threading.Event(), threading.Event()
+        self._run = worker.engine.runner.run
+        worker.engine.runner.run = self._held  # type: ignore[method-assign]
+
+    def _held(self, plan: Plan) -> list[int]:
+        self.entered.set()
+        self._open.wait()
+        return self._run(plan)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def leaves(folder: Path) -> None:
+    engine = replace(ENGINE, token_budget=16, chunk_budget=16)  # a prompt takes three steps
+    async with running(folder, engine) as (worker, router, link):
+        gate, control, told = Gate(worker), Router(), asyncio.Queue[float]()
+        leave = worker.leave
+        worker.leave = lambda in_s: (leave(in_s), told.put_nowait(in_s))  # type: ignore
+        link.send(prefill(b"a"))
+        await asyncio.to_thread(gate.entered.wait, WAIT_S)
+        control_link = await control.connect(worker, "drain-1")
+        control_link.send(wire.Drain(60_000))
+        control_link.send(wire.Drain(0))  # the earlier deadline holds
+        link.send(prefill(b"b"))
+        async with asyncio.timeout(WAIT_S):
+            assert [await told.get(), await told.get()] == [60, 0]
+        gate.open()
+        ends = [await router.next(wire.Failed, wire.Refused) for _ in range(2)]
+        (failed,) = [m for m in ends if isinstance(m, wire.Failed)]
+        assert (failed.request, failed.kind) == (b"a", "draining")
+        (refused,) = [m for m in ends if isinstance(m, wire.Refused)]
+        assert (refused.request, refused.retry) == (b"b", True)
+        for side in (router, control):
+            async with asyncio.timeout(WAIT_S):
+                await side.closed.wait()
+            assert side.states[-1] == "left"
+        assert worker.load().state == "left"
+        assert not worker.alive
+        assert not worker.failure, "leaving is no failure"
+        with pytest.raises(LinkError):
+            await control.connect(worker)
+
+
+async def hangs(folder: Path) -> None:
+    async with running(folder, stall_s=1.0) as (worker, router, link):
+        gate = Gate(worker)
+        link.send(prefill(b"a"))
+        async with asyncio.timeout(WAIT_S):
+            await router.closed.wait()
+        assert worker.failure.startswith("the engine has not moved for")
+        assert router.states[-1] == "dead"
+        assert not await worker.drain(0), "nobody was there to hand anything back"
+        gate.open()
+
+
+async def puller_hangs(folder: Path) -> None:
+    async with running(folder, stall_s=1.0) as (worker, router, _):
+        go_on = threading.Event()
+        worker._puller._commands.put(lambda: go_on.wait() and None)
+        async with asyncio.timeout(WAIT_S):
+            await router.closed.wait()
+        assert worker.failure.startswith("the KV puller has not moved for")
+        go_on.set()
+
+
+async def says_what_it_is(folder: Path) -> None:
+    engine = replace(ENGINE, token_budget=0, chunk_budget=0, max_num_seqs=8)
+    changes: dict[str, Any] = {"role": "decode", "local_prefill": True}
+    async with running(folder, engine, **changes) as (worker, _, _):
+        assert worker.card is not None
+        assert worker.card.local_prefill
+        config = worker.engine.config
+        assert worker.card.token_budget == config.token_budget
+        assert config.token_budget in range(64, 2049, config.block_size)
+        assert config.chunk_budget == config.token_budget // 4
+    changes = {"role": "mixed", "local_prefill": True, "transport": "nixl"}
+    async with running(folder, **changes) as (worker, _, _):
+        assert worker.card is not None
+        assert not worker.card.local_prefill
+        assert worker.load().transport == "memory", "a mixed worker opened a network for its KV"
+
+
 def test_a_failed_engine_fails_its_requests_and_closes_its_links(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,3 +242,21 @@ def test_a_failed_engine_fails_its_requests_and_closes_its_links(
 
 def test_an_engine_that_waits_for_a_lease_does_not_look_hung(tmp_path: Path) -> None:
     asyncio.run(waits_for_a_lease(tmp_path))
+
+
+def test_a_worker_that_is_told_to_drain_hands_back_and_leaves(tmp_path: Path) -> None:
+    asyncio.run(leaves(tmp_path))
+
+
+def test_an_engine_that_hangs_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="services.worker")
+    asyncio.run(hangs(tmp_path))
+
+
+def test_a_puller_that_hangs_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="services.worker")
+    asyncio.run(puller_hangs(tmp_path))
+
+
+def test_the_card_says_what_was_measured_and_asked_for(tmp_path: Path) -> None:
+    asyncio.run(says_what_it_is(tmp_path))

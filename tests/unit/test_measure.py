@@ -67,7 +67,7 @@ def test_it_stays_within_its_bounds(
 
 @pytest.mark.parametrize(
     ("per_token_s", "chunks"),
-    [(0.02, [16, 32]), (0.004, [16, 32, 32]), (0.0004, [16, 32, 32, 128, 128, 512, 512])],
+    [(0.02, [16, 32, 32]), (0.004, [16, 32, 32]), (0.0004, [16, 32, 32, 128, 128, 512, 512])],
 )
 def test_measuring_is_short(per_token_s: float, chunks: list[int]) -> None:
     runner = TimedRunner(per_token_s)
