@@ -15,16 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtransfer.errors import PeerGone, TransportError
 from kvtransfer.importer import Arrived, Event, Importer, PullFailed, Settled
-from kvtransfer.ticket import AgentCard, Ticket
+from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Completion, Part, Status, Transport
 from tests.support.scripted_transport import CARD, PlainMemory, ScriptedTransport, make_ticket
 
-REMOTE_BLOCKS = 6
-LOCAL_BLOCKS = 12
+REMOTE_BLOCKS = 2
+LOCAL_BLOCKS = 5
 PULL_S = 8.0
 STALL_S = 5.0
 SETTLE_S = 60.0
-KEYS = [bytes([n]) for n in range(4)]
+KEYS = [bytes([n]) for n in range(3)]
 
 
 class LandingTransport(ScriptedTransport):
@@ -34,11 +34,8 @@ class LandingTransport(ScriptedTransport):
         super().__init__(machine.remote, machine.local, self.check)
         self.machine = machine
         self.starts: dict[int, int] = {}
-        self.refuse_seals = False
 
     def pull(self, peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
-        if part is Part.SEALS and self.refuse_seals:
-            raise PeerGone("it has gone")
         handle = super().pull(peer, part, blocks)
         (start,) = {self.machine.holders[local] for _, local in blocks}
         self.starts[handle] = start
@@ -84,17 +81,13 @@ class Pulls(RuleBasedStateMachine):
 
     # --- the producer ---
 
-    @rule(block=st.integers(0, REMOTE_BLOCKS - 1))
-    def hand_out(self, block: int) -> None:
+    @rule(block=st.integers(0, REMOTE_BLOCKS - 1), writes=st.sampled_from([True, True, False]))
+    def hand_out(self, block: int, writes: bool) -> None:
         """Odd before the first write."""
         self.generations[block] += 1 + self.generations[block] % 2
         self.remote.open(block, self.generations[block])
-
-    @precondition(lambda self: any(g % 2 for g in self.generations.values()))
-    @rule(data=st.data())
-    def write(self, data: st.DataObject) -> None:
-        open_blocks = [block for block, g in self.generations.items() if g % 2]
-        self.remote.data[data.draw(st.sampled_from(open_blocks))] = next(self.serial)
+        if writes:
+            self.remote.data[block] = next(self.serial)
 
     @rule(block=st.integers(0, REMOTE_BLOCKS - 1))
     def seal(self, block: int) -> None:
@@ -105,15 +98,21 @@ class Pulls(RuleBasedStateMachine):
 
     # --- the consumer ---
 
-    @rule(key=st.sampled_from(KEYS), num_blocks=st.integers(0, 3), data=st.data())
-    def start(self, key: bytes, num_blocks: int, data: st.DataObject) -> None:
-        """A ticket of now, or of long ago; into any free blocks."""
+    @rule(
+        key=st.sampled_from(KEYS),
+        num_blocks=st.sampled_from([1, 1, 1, 1, 1, 2, 2, 0]),
+        refuse=st.sampled_from([False] * 7 + [True]),
+        data=st.data(),
+    )
+    def start(self, key: bytes, num_blocks: int, refuse: bool, data: st.DataObject) -> None:
+        """A ticket of the latest sealed blocks, or of older ones; into any free blocks."""
         free = [block for block in range(LOCAL_BLOCKS) if block not in self.holders]
         if key in self.starts or len(free) < num_blocks:
             return
-        sources = data.draw(
-            st.lists(st.sampled_from(sorted(self.written)), min_size=num_blocks, max_size=3)
-        )
+        latest = [max(pair for pair in self.written if pair[0] == b) for b in range(REMOTE_BLOCKS)]
+        older = sorted(self.written)
+        choice = st.sampled_from(latest) | st.sampled_from(latest) | st.sampled_from(older)
+        sources = data.draw(st.lists(choice, min_size=num_blocks, max_size=2))
         targets = data.draw(st.permutations(free))[:num_blocks]
         pairs = list(enumerate(targets))
         serial = next(self.serial)
@@ -124,25 +123,20 @@ class Pulls(RuleBasedStateMachine):
         self.expected[serial] = {local: self.written[sources[i]] for i, local in pairs}
         self.deadlines[key] = self.now + PULL_S
         self.watched[key] = None
-        self.importer.start(key, self.ticket(sources, data), CARD, pairs, self.deadlines[key])
-
-    def ticket(self, sources: list[tuple[int, int]], data: st.DataObject) -> Ticket:
-        return make_ticket(sources, first_block=data.draw(st.integers(0, 2)))
+        ticket = make_ticket(sources, first_block=data.draw(st.integers(0, 2)))
+        self.transport.refuse = TransportError("refused") if refuse else None
+        self.importer.start(key, ticket, CARD, pairs, self.deadlines[key])
+        self.transport.refuse = None
 
     @rule(key=st.sampled_from(KEYS))
     def abort(self, key: bytes) -> None:
         """Of any pull: open, decided, or never started."""
         self.importer.abort(key)
 
-    @rule(seconds=st.sampled_from([0.0, 0.5, STALL_S, SETTLE_S]))
+    @rule(seconds=st.sampled_from([0.5] * 8 + [STALL_S, SETTLE_S]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-
-    @rule(kv=st.booleans(), seals=st.booleans())
-    def refuse(self, kv: bool, seals: bool) -> None:
-        """From now on posts fail, or no longer."""
-        self.transport.refuse = TransportError("refused") if kv else None
-        self.transport.refuse_seals = seals
+        self.poll()
 
     # --- the wire ---
 
@@ -164,30 +158,30 @@ class Pulls(RuleBasedStateMachine):
         self.touch(handle)
 
     @precondition(lambda self: self.transport.reads)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), then=st.sampled_from(["poll"] * 4 + ["nothing", "refuse"]))
+    def finish(self, data: st.DataObject, then: str) -> None:
+        """The rest lands; the next read may be refused."""
         handle = self.draw_read(data)
         self.touch(handle)
         self.transport.finish(handle)
+        if then != "nothing":
+            self.transport.refuse = PeerGone("it has gone") if then == "refuse" else None
+            self.poll()
+            self.transport.refuse = None
 
     @precondition(lambda self: self.transport.reads)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        """It ends with what has landed."""
-        handle = self.draw_read(data)
-        self.touch(handle)
-        self.transport.end(handle, Status.FAILED)
-
-    @precondition(lambda self: self.transport.reads)
-    @rule(data=st.data())
-    def lie(self, data: st.DataObject) -> None:
-        """It says DONE, and of some blocks nothing has come."""
+    @rule(data=st.data(), lie=st.booleans())
+    def go_wrong(self, data: st.DataObject, lie: bool) -> None:
+        """It fails with what has landed; or it says DONE, and of some blocks nothing has come."""
         handle = self.draw_read(data)
         read = self.transport.reads[handle]
-        whole = [ours for _, ours in read.blocks if sum(m[2] == ours for m in read.missing) != 1]
-        untouched = set(whole) & {ours for *_, ours in read.missing}
-        never = data.draw(st.sets(st.sampled_from(sorted(untouched)))) if untouched else set()
         self.touch(handle)
+        if not lie:
+            self.transport.end(handle, Status.FAILED)
+            return
+        moves = 2 if read.part is Part.KV else 1  # of a block
+        missing = [ours for *_, ours in read.missing]
+        never = {block for block in missing if missing.count(block) == moves}
         self.transport.finish(handle, never=frozenset(never))
 
     @precondition(lambda self: self.transport.completions)
@@ -262,4 +256,4 @@ class Pulls(RuleBasedStateMachine):
 
 
 TestPulls = Pulls.TestCase
-TestPulls.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPulls.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
