@@ -41,8 +41,8 @@ from tests.faults.rig import (
     until,
 )
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.faults.child"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.faults.child"])
 
 
 class WorkerProcess:
@@ -118,8 +118,8 @@ class Fleet:
         settings = worker_settings(role, self.config, self._folder, "127.0.0.1", self.router.secret)
         if worker_id:
             settings = replace(settings, worker_id=worker_id)
-        ours, theirs = _PROCESSES.Pipe()
-        process = _PROCESSES.Process(target=child.main, args=(settings, port, theirs), daemon=True)
+        ours, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=child.main, args=(settings, port, theirs), daemon=True)
         process.start()
         theirs.close()
         assert await asyncio.to_thread(ours.poll, 60), f"the {role} worker did not start"

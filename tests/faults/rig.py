@@ -96,13 +96,13 @@ class HttpClient:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def post(cls, port: int, body: dict[str, Any]) -> "HttpClient":
+    async def post(cls, port: int, body: dict[str, Any], headers: bytes = b"") -> "HttpClient":
         """Connect and send; the answer is read by :meth:`answer`."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         data = json.dumps(body).encode()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+            b"Connection: close\r\n%sContent-Length: %d\r\n\r\n" % (headers, len(data)) + data
         )
         await writer.drain()
         return cls(reader, writer)
