@@ -4,37 +4,18 @@ import itertools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from tests.chaos import exchange
 from tests.chaos.exchange import Reply, send
 from tests.chaos.fleet import Clock
 from tests.chaos.questions import Asking, Question, asking
+from tests.chaos.record import RIGHT, SUSPECT, TIE, WRONG, Record, same
 from tests.support.local_server import local_server
 from tests.support.reference import default_model_judge
 
-RIGHT, TIE, WRONG, SUSPECT = "right", "tie", "wrong", "suspect"
 MIXED = ("--mixed", "1", "--prefill", "0", "--decode", "0")
 PAUSE_S = 0.5  # after a request that failed, as clients do
 NUM_AT_ONCE = 12  # questions asked of the mixed engine
-
-
-@dataclass
-class Record:
-    """One request: when, what, and what came of it."""
-
-    number: int
-    question: int
-    stream: bool
-    start_s: float
-    end_s: float
-    outcome: str  # right, suspect, or an end of tests.chaos.exchange
-    reply: Reply
-    flood: bool = False
-
-    @property
-    def answered(self) -> bool:
-        return self.outcome in (RIGHT, TIE, WRONG, SUSPECT)
 
 
 def mixed_answers(questions: Sequence[Question], sizes: Sequence[str]) -> list[Reply]:
@@ -133,11 +114,6 @@ def ask(
     if outcome == exchange.ANSWERED:
         outcome = RIGHT if same(reply, answer) else SUSPECT
     return Record(how.number, how.question, how.stream, start_s, clock.now(), outcome, reply)
-
-
-def same(reply: Reply, answer: Reply) -> bool:
-    """Ids, text and finish reason of all choices, and the prompt's ids."""
-    return (reply.choices, reply.prompt_ids) == (answer.choices, answer.prompt_ids)
 
 
 def settle(

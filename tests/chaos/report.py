@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tests.chaos import exchange
 from tests.chaos.fleet import Member, Sample
 from tests.chaos.inject import Injected
-from tests.chaos.load import RIGHT, TIE, WRONG, Record
+from tests.chaos.record import RIGHT, TIE, WRONG, Record
 from tests.chaos.schedule import KINDS, Fault
 
 RIGHT_SHARE = 0.95

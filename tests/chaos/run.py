@@ -27,10 +27,11 @@ from services.drain import DrainOptions, run_drain
 from services.fetch import DEFAULT_MODEL, fetch
 from tests.chaos.fleet import Clock, Fleet, Member, not_idle
 from tests.chaos.inject import Injector
-from tests.chaos.load import RIGHT, TIE, Load, ask, mixed_answers, settle
+from tests.chaos.load import Load, ask, mixed_answers, settle
 from tests.chaos.questions import Asking, Question, long_question, questions
+from tests.chaos.record import RIGHT, TIE
 from tests.chaos.report import Goal, Run, lines, verdict
-from tests.chaos.schedule import schedule
+from tests.chaos.schedule import EVERY_S, schedule
 from tests.support.serving import Served, served
 
 MAX_MODEL_LEN, BLOCK = 320, 16
@@ -68,6 +69,7 @@ class Options:
     routers: int = 2
     num_questions: int = 64
     noise: bool = True  # faults of single transfers and messages as well
+    every_s: float = EVERY_S  # between faults
 
 
 def flags(options: Options) -> list[str]:
@@ -130,7 +132,7 @@ def inject(
     load = Load(server.url, options.seed, asked, answers, options.clients, HANG_AFTER_S, clock)
     drains = Drains(server, fleet)
     injector = Injector(fleet, clock, LEASE_S, drains.start, lambda: load.flood(NUM_FLOOD))
-    faults = schedule(options.seed, options.seconds)
+    faults = schedule(options.seed, options.seconds, options.every_s)
     progress = Progress(load, fleet, injector, clock, say)
     try:
         injector.run(faults, options.seconds)
@@ -257,7 +259,7 @@ class Progress:
 
 def keep_logs(server: Served) -> str:
     """A copy of the server's logs; their folder goes with the server."""
-    found = re.search(r"logs: (\S+),? removed", server.text)
+    found = re.search(r"logs: (\S+), removed", server.text)
     if not found:
         return "none found"
     kept = Path(tempfile.mkdtemp(prefix="baton-chaos-")) / "logs"
@@ -273,6 +275,8 @@ def main() -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, default="nixl")
     parser.add_argument("--clients", type=int, default=10, help="requests in flight")
     parser.add_argument("--routers", type=int, default=2)
+    parser.add_argument("--every-s", type=float, default=EVERY_S, help="between faults")
+    parser.add_argument("--questions", dest="num_questions", type=int, default=64)
     parser.add_argument("--noise", action=argparse.BooleanOptionalAction, default=True)
     _, passed = chaos(Options(**vars(parser.parse_args())))
     return 0 if passed else 1

@@ -55,15 +55,15 @@ class Fault:
     alone: bool  # it need not wait until another healthy process of the role is there
 
 
-def schedule(seed: int, seconds: float, kinds: tuple[Kind, ...] = KINDS) -> list[Fault]:
+def schedule(seed: int, seconds: float, every_s: float = EVERY_S) -> list[Fault]:
     """The faults of a run, by time. Kinds come in shuffled rounds, so their counts are even."""
     chance = random.Random(f"faults {seed}")
     span = seconds - WARM_UP_S - CALM_S
-    count = max(0, round(span / EVERY_S))
+    count = max(0, round(span / every_s))
     deck: list[Kind] = []
     faults = []
     for index in range(count):
-        deck = deck or chance.sample(kinds, len(kinds))
+        deck = deck or chance.sample(KINDS, len(KINDS))
         kind = deck.pop()
         at_s = WARM_UP_S + span * (index + chance.random()) / count
         hold_s = chance.uniform(*kind.hold_s)
