@@ -187,9 +187,9 @@ class Attempt:
         match message:
             case WorkerLost(reason):
                 raise AttemptFailed(side, "lost", f"{side} worker {name}: {reason}", key)
-            case wire.Failed(kind="pull"):
-                producer = self._prefill.worker.key if self._prefill else None
-                raise AttemptFailed("prefill", "pull", message.message, producer)
+            case wire.Failed(kind="pull") if self._prefill is not None:
+                producer = self._prefill.worker.key  # it is P that has to be replaced
+                raise AttemptFailed("prefill", "pull", f"{name}: {message.message}", producer)
             case wire.Failed(kind="invalid"):
                 raise AttemptFailed(side, "invalid", message.message)
             case wire.Failed():

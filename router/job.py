@@ -88,6 +88,7 @@ class Job:
         self.prefills_lost = 0  # workers that were lost while they computed its prompt
         self.in_flight = False  # a worker has begun with it, and may have to be replaced
         self.no_prefill = False  # its prefills have failed too often
+        self.problem = ""  # of the attempt that failed last
         self.cached_tokens = 0
         self.pulled_bytes = 0
 
@@ -129,6 +130,7 @@ class Job:
         if each of them took its worker along: that may be the request's own doing, and it is not
         passed on to more of them.
         """
+        self.problem = failure.message
         if failure.avoid is not None:
             self.avoid.add(failure.avoid)
         self.in_flight |= failure.kind != "refused"

@@ -99,7 +99,8 @@ class Queue:
         """End the wait of those that no worker of now could ever serve."""
         waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
         for index in hopeless(waiting, self._view()):
-            _fail(places[index], "no worker is left that could serve this; try again")
+            advice = places[index].job.problem or "try again"
+            _fail(places[index], f"no worker is left that could serve this; {advice}")
         self._places = [place for place in self._places if not place.granted.done()]
 
 

@@ -1,100 +1,21 @@
-"""The HTTP API over uvicorn and real sockets, with scripted workers behind it."""
+"""What the HTTP API says, to right requests and to wrong ones."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
-import httpx2
 import openai
 import pytest
-import uvicorn
 
 from router import wire
-from router.api import create_api
-from router.config import RouterConfig, RouterSettings
-from router.dispatch import Dispatcher
 from router.link import Link
-from router.tokenizer import ByteTokenizer
-from tests.integration.fake_worker import EOS, MODEL, SECRET, Answer, FakeWorker
+from tests.integration.deployed import deployed, run
+from tests.integration.fake_worker import EOS, MODEL
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT_IDS = list(b"user: hi\nassistant: ")
-
-
-@dataclass
-class Deployment:
-    """One prefill and one decode worker, and the router's URL."""
-
-    p: FakeWorker
-    d: FakeWorker
-    dispatcher: Dispatcher
-    url: str
-    http: httpx2.AsyncClient
-
-    async def post(self, path: str, body: object, **kwargs: Any) -> httpx2.Response:
-        return await self.http.post(path, json=body, **kwargs)
-
-    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The data of a stream's events, ``[DONE]`` included; checks the framing."""
-        response = await self.post(path, {**body, "stream": True})
-        assert response.status_code == 200, response.text
-        assert response.headers["content-type"].startswith("text/event-stream")
-        assert response.headers["x-accel-buffering"] == "no"
-        assert response.headers["cache-control"] == "no-cache"
-        assert response.text.endswith("data: [DONE]\n\n")
-        events = response.text.removesuffix("\n\n").split("\n\n")
-        assert all(event.startswith("data: ") for event in events)
-        return [json.loads(e[6:]) if e != "data: [DONE]" else "[DONE]" for e in events]
-
-    async def idle(self) -> None:
-        await self.p.until(lambda: self.p.idle)
-        await self.d.until(lambda: self.d.idle)
-        assert self.dispatcher.num_jobs == 0
-
-
-@contextlib.asynccontextmanager
-async def deployed(text: str = "0123456789", **config: Any) -> AsyncIterator[Deployment]:
-    p = await FakeWorker("prefill", "P", Answer(text)).start()
-    d = await FakeWorker("decode", "D", Answer(text)).start()
-
-    async def discover() -> list[wire.WorkerCard]:
-        return [p.card, d.card]
-
-    settings = RouterSettings(RouterConfig(**config), "", MODEL, "R", SECRET)
-    app = create_api(settings, discover, ByteTokenizer())
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        url = f"http://127.0.0.1:{port}"
-        try:
-            async with httpx2.AsyncClient(base_url=url, timeout=20) as http:
-                async with asyncio.timeout(10):
-                    while True:
-                        with contextlib.suppress(httpx2.TransportError):
-                            if (await http.get("/ready")).status_code == 200:
-                                break
-                        await asyncio.sleep(0.01)
-                yield Deployment(p, d, app.state.front.dispatcher, url, http)
-        finally:
-            server.should_exit = True
-            await serving
-            await p.stop()
-            await d.stop()
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(main())
 
 
 def test_chat() -> None:
