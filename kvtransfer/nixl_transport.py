@@ -85,6 +85,7 @@ class NixlTransport:
         """
         self._agent_name = f"{worker_id}-{epoch:016x}" + (f"-{build}" if build else "")
         self._net_devices = net_devices
+        self._ucx_tls = ucx_tls
         settings = {"UCX_NET_DEVICES": net_devices}
         if ucx_tls != "auto":
             settings["UCX_TLS"] = ucx_tls
@@ -311,8 +312,9 @@ class NixlTransport:
     def _failure(self, what: str, error: Exception) -> TransportError:
         return TransportError(
             f"nixl could not {what} ({type(error).__name__}: {error}); the agent is "
-            f"{self._agent_name}, the network devices are {self._net_devices!r}: check that they "
-            "exist on both hosts (ucx_info -d), or choose the tcp transport"
+            f"{self._agent_name}, UCX_NET_DEVICES is {self._net_devices!r}, UCX_TLS is "
+            f"{self._ucx_tls!r}: check that both hosts have them (ucx_info -d), or choose the tcp "
+            "transport"
         )
 
 

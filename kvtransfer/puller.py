@@ -29,8 +29,9 @@ class Puller:
     """Runs an :class:`Importer` in a daemon thread of its own; all methods are thread-safe.
 
     ``on_events`` is called in that thread and must not block. When something fails in the thread,
-    also the attempt to replace a transport that does not settle, the transport is closed, ``failure`` says why, and what was in flight and every later pull is
-    reported as failed. After :meth:`close` nothing is reported any more.
+    also the attempt to replace a transport, the transport is closed, ``failure`` says why, and what
+    was in flight and every later pull is reported as failed. After :meth:`close` nothing is
+    reported any more.
     """
 
     failure = ""

@@ -1,4 +1,4 @@
-"""One suite for every transport; over tcp and nixl the producer is a process of its own.
+"""One suite for every transport; but for memory the producer is a process of its own.
 
 Run as a script, this file is that process: it obeys one JSON command per line.
 """
@@ -13,7 +13,6 @@ import secrets
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,10 +23,14 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
+import torch
 
+from kvtransfer import nccl_server
 from kvtransfer.errors import TransportError
 from kvtransfer.exporter import Exporter
+from kvtransfer.faults import Faults
 from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import KVLayout, Stamp
 from kvtransfer.puller import Puller
@@ -41,6 +44,16 @@ SECRET = b"of this test"
 LAYOUT = KVLayout("w", 30, 3, 64, "rope", 16, "float32")  # the default model's: 720 KiB a block
 NUM_BLOCKS = 160
 PATIENCE_S = 60.0
+
+
+def open_way(
+    way: str, worker_id: str, epoch: int, build: int = 0, faults: Faults | None = None
+) -> Transport:
+    """A transport by its name, or NIXL over plain sockets: only there bytes can arrive late."""
+    name, _, ucx_tls = way.partition("-")
+    return open_transport(
+        name, worker_id, epoch, ucx_tls=ucx_tls or "auto", build=build, faults=faults
+    )
 
 
 # --- the producer ---
@@ -58,13 +71,13 @@ class Producer:
     def __init__(self, transport: str, worker_id: str) -> None:
         self.epoch = secrets.randbits(64) | 1
         self.region = Region(LAYOUT, NUM_BLOCKS)
-        self.transport = open_transport(transport, worker_id, self.epoch)
+        self.transport = open_way(transport, worker_id, self.epoch)
         self.card = AgentCard(
             worker_id,
             self.epoch,
             LAYOUT.fingerprint(),
             NUM_BLOCKS,
-            transport,
+            self.transport.name,
             self.transport.register(self.region),
         )
         self._exporter = Exporter(worker_id, self.epoch, LAYOUT.fingerprint(), SECRET, 30.0)
@@ -185,12 +198,21 @@ def start_producer(transport: str) -> AnyProducer:
 class Consumer:
     """A pool, its transport, and an importer that the test drives itself."""
 
-    def __init__(self, transport: str) -> None:
-        epoch = secrets.randbits(64) | 1
+    def __init__(self, way: str, faults: Faults | None = None, **times: float) -> None:
         self.region = Region(LAYOUT, NUM_BLOCKS)
-        self.transport: Transport = open_transport(transport, f"d-{secrets.token_hex(4)}", epoch)
-        self.transport.register(self.region)
-        self.importer = Importer(self.region, self.transport, checksums=True)
+        self._way = (way, f"d-{secrets.token_hex(4)}", secrets.randbits(64) | 1)
+        self._faults = faults
+        first = self.build(0)
+        self.importer = Importer(self.region, first, checksums=True, build=self.build, **times)
+
+    @property
+    def transport(self) -> Transport:
+        return self.importer.transport
+
+    def build(self, number: int) -> Transport:
+        transport = open_way(*self._way, number, self._faults)
+        transport.register(self.region)
+        return transport
 
     def start(
         self,
@@ -218,7 +240,7 @@ class Consumer:
         return bool((found == content(seed, remote)).all())
 
 
-TRANSPORTS = ["memory", "tcp", "nixl"]
+TRANSPORTS = ["memory", "tcp", "nixl", "nixl-tcp", "nccl"]
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -261,7 +283,7 @@ def failure(consumer: Consumer) -> PullFailed:
 def test_blocks_arrive_byte_for_byte(name: str, producer: AnyProducer, consumer: Consumer) -> None:
     if isinstance(producer, RemoteProducer):
         assert producer.process.pid != os.getpid()
-    assert producer.card.transport == consumer.transport.name == name
+    assert producer.card.transport == consumer.transport.name == name.partition("-")[0]
     ticket = export(producer, [(7, 2), (159, 4), (0, 6), (8, 2)], seed=1)
     before = consumer.region.spans.clone()
     consumer.start(ticket, producer.card, [(0, 11), (1, 0), (3, 159)])
@@ -505,6 +527,56 @@ def test_a_producer_killed_during_pulls(name: str, consumer: Consumer) -> None:
     assert all(event.settled for event in events if isinstance(event, PullFailed))
 
 
+def kept() -> set[str]:
+    """What this process has mapped or open beyond its own files: memory and sockets of peers."""
+    with open("/proc/self/maps") as maps:
+        lines = [line.split(maxsplit=5) for line in maps]
+    mapped = {words[0] for words in lines if len(words) > 5 and is_shared(words[5])}
+    fds = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            fds.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return mapped | {fd for fd in fds if fd.startswith("socket:") or is_shared(fd)}
+
+
+def is_shared(path: str) -> bool:
+    return any(mark in path for mark in ("/dev/shm", "memfd", "SYSV", "/proc/"))
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_nothing_of_a_dead_producer_is_kept(
+    name: str, settles: bool, producer: AnyProducer
+) -> None:
+    """B041: neither memory nor sockets, once it is forgotten, whether or not a pull noticed."""
+    if name == "memory":
+        pytest.skip("a pool of this process has no process that can die")
+    consumer = Consumer(name)
+    shm = set(os.listdir("/dev/shm"))
+    try:
+        # What the first peer of all brings with it stays.
+        consumer.start(export(producer, [(3, 2)], seed=22), producer.card, [(0, 20)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+        before = kept()
+        dead = start_producer(name)
+        ticket = export(dead, [(3, 2)], seed=22)
+        consumer.start(ticket, dead.card, [(0, 20)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+        dead.close()
+        if settles:
+            consumer.start(ticket, dead.card, [(0, 20)])
+            failure(consumer)
+        consumer.importer.forget(dead.card)
+        end = time.monotonic() + 5.0
+        while kept() - before and time.monotonic() < end:
+            consumer.importer.poll(time.monotonic())
+        assert kept() - before == set()
+        consumer.start(export(producer, [(3, 4)], seed=23), producer.card, [(0, 20)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+    finally:
+        consumer.transport.close()
+    assert set(os.listdir("/dev/shm")) <= shm
+
+
 def test_a_puller_serves_two_peers(name: str, producer: AnyProducer) -> None:
     consumer = Consumer(name)
     other = start_producer(name)
@@ -535,19 +607,16 @@ def test_a_puller_serves_two_peers(name: str, producer: AnyProducer) -> None:
 
 
 def test_unknown_transports_are_named() -> None:
-    with pytest.raises(TransportError, match="'pigeon': known are memory, tcp, nixl"):
+    with pytest.raises(TransportError, match="'pigeon': known are memory, tcp, nixl, nccl"):
         open_transport("pigeon", "p", 1)
 
 
 # --- nixl alone ---
 
 
-def test_a_stopped_nixl_producer_keeps_the_blocks_in_quarantine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory nothing is ever in flight
-    producer = RemoteProducer("nixl", f"p-{secrets.token_hex(4)}")
-    consumer = Consumer("nixl")
+def test_a_stopped_nixl_producer_keeps_the_blocks_in_quarantine() -> None:
+    producer = RemoteProducer("nixl-tcp", f"p-{secrets.token_hex(4)}")
+    consumer = Consumer("nixl-tcp")
     try:
         ticket = export(producer, [(block, 2) for block in range(8)], seed=18)
         pairs = [(i, i) for i in range(8)]
@@ -589,13 +658,58 @@ def test_a_stopped_nixl_producer_keeps_the_blocks_in_quarantine(
         consumer.transport.close()
 
 
-# --- tcp alone ---
+def test_a_transport_that_does_not_settle_is_replaced() -> None:
+    """B038: one producer stops for ever. Its blocks come back, and the other one's pulls go on."""
+    stopped, living = (RemoteProducer("nixl-tcp", f"p-{secrets.token_hex(4)}") for _ in range(2))
+    consumer = Consumer("nixl-tcp", stall_s=0.5, settle_s=1.0)
+    pairs = [(i, i) for i in range(8)]
+    try:
+        tickets = [export(p, [(block, 2) for block in range(8)], 19) for p in (stopped, living)]
+        for ticket, p in zip(tickets, (stopped, living), strict=True):
+            consumer.start(ticket, p.card, pairs)
+            assert isinstance(consumer.events(1)[0], Arrived)
+        stopped.signal(signal.SIGSTOP)
+        consumer.start(tickets[0], stopped.card, pairs)
+        begin = time.monotonic()
+        (event,) = consumer.events(1)
+        assert isinstance(event, PullFailed)
+        assert not event.settled
+        assert "nothing arrived for 0.5 s" in event.reason
+        assert time.monotonic() - begin < 10  # PATIENCE_S, the deadline, is far away
+        consumer.importer.forget(stopped.card)
+        assert consumer.events(1) == [Settled(b"k", tuple(range(8)))]
+        assert consumer.importer.rebuild_count == 1
+        consumer.start(tickets[1], living.card, pairs)  # through the new agent
+        assert isinstance(consumer.events(1)[0], Arrived)
+        consumer.region.spans[:] = 0xA5
+        stopped.signal(signal.SIGCONT)  # it owes bytes to an agent that is gone
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            stopped.process.wait(2)
+        assert consumer.importer.poll(time.monotonic()) == []
+        assert bool((consumer.region.spans == 0xA5).all())
+        consumer.start(tickets[1], living.card, pairs)
+        assert isinstance(consumer.events(1)[0], Arrived)
+        assert consumer.holds(7, 19, remote=7)
+    finally:
+        stopped.signal(signal.SIGCONT)
+        stopped.close()
+        living.close()
+        consumer.transport.close()
 
 
-@pytest.fixture(scope="module")
-def tcp_pair() -> Iterator[tuple[RemoteProducer, Consumer]]:
-    producer = RemoteProducer("tcp", f"p-{secrets.token_hex(4)}")
-    consumer = Consumer("tcp")
+def test_what_nixl_says_when_ucx_cannot_do_what_it_is_told() -> None:
+    with pytest.raises(TransportError, match=r"UCX_TLS.*'pigeon'"):
+        open_transport("nixl", "p", 1, ucx_tls="pigeon")
+    assert "UCX_TLS" not in os.environ
+
+
+# --- tcp and nccl: their servers are ours ---
+
+
+@pytest.fixture(scope="module", params=["tcp", "nccl"])
+def socket_pair(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteProducer, Consumer]]:
+    producer = RemoteProducer(request.param, f"p-{secrets.token_hex(4)}")
+    consumer = Consumer(request.param)
     yield producer, consumer
     producer.signal(signal.SIGCONT)
     producer.close()
@@ -603,9 +717,9 @@ def tcp_pair() -> Iterator[tuple[RemoteProducer, Consumer]]:
 
 
 def test_a_stopped_producer_cannot_write_after_the_abort(
-    tcp_pair: tuple[RemoteProducer, Consumer],
+    socket_pair: tuple[RemoteProducer, Consumer],
 ) -> None:
-    producer, consumer = tcp_pair
+    producer, consumer = socket_pair
     ticket = export(producer, [(block, 2) for block in range(40)], seed=15)
     pairs = [(i, i) for i in range(40)]
     producer.signal(signal.SIGSTOP)
@@ -629,60 +743,54 @@ def test_a_stopped_producer_cannot_write_after_the_abort(
 
 
 @pytest.fixture(scope="module")
-def tcp_address(tcp_pair: tuple[RemoteProducer, Consumer]) -> tuple[str, int, bytes]:
-    fields = msgpack.unpackb(tcp_pair[0].card.metadata)
+def address(socket_pair: tuple[RemoteProducer, Consumer]) -> tuple[str, int, bytes]:
+    fields = msgpack.unpackb(socket_pair[0].card.metadata)
     return fields["host"], fields["port"], fields["token"]
 
 
+MAGICS = {"tcp": MAGIC, "nccl": nccl_server.MAGIC}
 GARBAGE = {
-    "http": lambda token: b"GET / HTTP/1.1\r\nHost: example.org\r\nConnection: close\r\n\r\n",
-    "wrong token": lambda token: MAGIC + bytes(TOKEN_BYTES),
-    "no magic": lambda token: b"batonkv9" + token,
-    "half a hello": lambda token: MAGIC + token[:5],
-    "nothing": lambda token: b"",
-    "half a request": lambda token: MAGIC + token + b"\0",
-    "unknown part": lambda token: MAGIC + token + REQUEST.pack(9, 1) + bytes(4),
-    "no blocks": lambda token: MAGIC + token + REQUEST.pack(0, 0),
-    "4 billion blocks": lambda token: MAGIC + token + REQUEST.pack(0, 2**32 - 1) + bytes(99),
-    "ids that never come": lambda token: MAGIC + token + REQUEST.pack(0, 2) + bytes(4),
+    "http": lambda magic, token: (
+        b"GET / HTTP/1.1\r\nHost: example.org\r\nConnection: close\r\n\r\n"
+    ),
+    "wrong token": lambda magic, token: magic + bytes(TOKEN_BYTES),
+    "no magic": lambda magic, token: b"batonkv9" + token,
+    "half a hello": lambda magic, token: magic + token[:5],
+    "nothing": lambda magic, token: b"",
+    "half a request": lambda magic, token: magic + token + b"\0",
+    "unknown part": lambda magic, token: magic + token + REQUEST.pack(9, 1) + bytes(4),
+    "no blocks": lambda magic, token: magic + token + REQUEST.pack(0, 0),
+    "4 billion blocks": lambda magic, token: magic + token + REQUEST.pack(0, 2**32 - 1) + bytes(99),
+    "ids that never come": lambda magic, token: magic + token + REQUEST.pack(0, 2) + bytes(4),
 }
 
 
 @pytest.mark.parametrize("make", GARBAGE.values(), ids=GARBAGE.keys())
 def test_garbage_is_dropped_and_the_server_goes_on(
-    make: Callable[[bytes], bytes],
-    tcp_pair: tuple[RemoteProducer, Consumer],
-    tcp_address: tuple[str, int, bytes],
+    make: Callable[[bytes, bytes], bytes],
+    socket_pair: tuple[RemoteProducer, Consumer],
+    address: tuple[str, int, bytes],
 ) -> None:
-    producer, consumer = tcp_pair
-    host, port, token = tcp_address
+    producer, consumer = socket_pair
+    host, port, token = address
     with socket.create_connection((host, port), timeout=10) as sock:
-        sock.sendall(make(token))
+        sock.sendall(make(MAGICS[producer.card.transport], token))
         with contextlib.suppress(ConnectionResetError):
-            assert sock.recv(100) == b""  # closed, at the latest by the server's deadline
+            while sock.recv(4096):  # nccl sends its part of the rendezvous to who has the token
+                pass  # closed, at the latest by the server's deadline
     ticket = export(producer, [(3, 2)], seed=16)
     consumer.start(ticket, producer.card, [(0, 20)])
     assert isinstance(consumer.events(1)[0], Arrived)
 
 
-def test_a_refusal_names_the_block(tcp_address: tuple[str, int, bytes]) -> None:
-    host, port, token = tcp_address
-    with socket.create_connection((host, port), timeout=10) as sock:
-        request = REQUEST.pack(0, 1) + struct.pack(">I", NUM_BLOCKS)
-        sock.sendall(MAGIC + token + request)
-        answer = sock.recv(4096)
-    assert answer[0] == 1
-    assert f"block {NUM_BLOCKS}".encode() in answer
-
-
 def test_strangers_do_not_keep_readers_out(
-    tcp_pair: tuple[RemoteProducer, Consumer], tcp_address: tuple[str, int, bytes]
+    socket_pair: tuple[RemoteProducer, Consumer], address: tuple[str, int, bytes]
 ) -> None:
-    producer, consumer = tcp_pair
+    producer, consumer = socket_pair
     ticket = export(producer, [(3, 2)], seed=17)
     consumer.start(ticket, producer.card, [(0, 20)])
     assert isinstance(consumer.events(1)[0], Arrived)
-    strangers = [socket.create_connection(tcp_address[:2], timeout=10) for _ in range(100)]
+    strangers = [socket.create_connection(address[:2], timeout=10) for _ in range(100)]
     try:
         consumer.start(ticket, producer.card, [(0, 20)])  # over the socket that it has
         assert isinstance(consumer.events(1)[0], Arrived)
@@ -693,12 +801,147 @@ def test_strangers_do_not_keep_readers_out(
             stranger.close()
 
 
-def test_an_address_that_peers_cannot_use() -> None:
+@pytest.mark.parametrize("name", ["tcp", "nccl"])
+def test_an_address_that_peers_cannot_use(name: str) -> None:
     for host in ("0.0.0.0", "::"):
         with pytest.raises(TransportError, match="address of this host"):
-            open_transport("tcp", "p", 1, host=host).register(Region(LAYOUT, 1))
+            open_transport(name, "p", 1, host=host).register(Region(LAYOUT, 1))
     with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
-        open_transport("tcp", "p", 1, host="192.0.2.1").register(Region(LAYOUT, 1))
+        open_transport(name, "p", 1, host="192.0.2.1").register(Region(LAYOUT, 1))
+
+
+# --- nccl alone ---
+
+
+def links() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kv-nccl-link"}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def nccl_pair() -> Iterator[tuple[RemoteProducer, Consumer]]:
+    producer = RemoteProducer("nccl", f"p-{secrets.token_hex(4)}")
+    consumer = Consumer("nccl")
+    yield producer, consumer
+    producer.close()
+    consumer.transport.close()
+
+
+def test_a_peer_that_hangs_fails_its_reads_and_a_new_group_follows(
+    nccl_pair: tuple[RemoteProducer, Consumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = nccl_pair
+    others = links()
+    ticket = export(producer, [(block, 2) for block in range(20)], seed=20)
+    consumer.start(ticket, producer.card, [(i, i) for i in range(20)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("kvtransfer.nccl_transport.STALLED_S", 0.3)
+    monkeypatch.setattr("kvtransfer.nccl_server.STALLED_S", 0.3)
+    producer.signal(signal.SIGSTOP)
+    for key in (b"0", b"1"):  # the second waits behind the first
+        consumer.start(ticket, producer.card, [(0, 20 + key[0])], key)
+    events = consumer.events(2)
+    assert {event.key for event in events} == {b"0", b"1"}
+    for event in events:
+        assert isinstance(event, PullFailed)
+        assert event.settled
+        assert "did not answer within 0.3 s" in event.reason
+    producer.signal(signal.SIGCONT)
+    consumer.start(ticket, producer.card, [(3, 90)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+    assert consumer.holds(90, 20, remote=3)
+    wait_for(lambda: len(links() - others) == 1)
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) == files)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_close_does_not_wait_for_a_peer_that_hangs(
+    known: bool, nccl_pair: tuple[RemoteProducer, Consumer]
+) -> None:
+    producer, consumer = nccl_pair
+    others = links()
+    ticket = export(producer, [(block, 2) for block in range(20)], seed=21)
+    if known:
+        consumer.start(ticket, producer.card, [(0, 0)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+    files = len(os.listdir("/proc/self/fd"))
+    producer.signal(signal.SIGSTOP)
+    consumer.start(ticket, producer.card, [(i, i) for i in range(20)])
+    assert consumer.importer.poll(time.monotonic()) == []
+    begin = time.monotonic()
+    consumer.transport.close()
+    assert time.monotonic() - begin < 2
+    consumer.importer.end("closed", settled=True)
+    assert links() <= others
+    assert len(os.listdir("/proc/self/fd")) < files
+
+
+def test_a_consumer_that_dies_or_hangs_costs_the_producer_nothing(
+    nccl_pair: tuple[RemoteProducer, Consumer],
+) -> None:
+    """The consumers are the processes here, and one of them hangs while another is served."""
+    producer, consumer = nccl_pair
+    ticket = export(producer, [(block, 2) for block in range(100)], seed=22)
+    consumer.start(ticket, producer.card, [(0, 0)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+    process = psutil.Process(producer.process.pid)
+    threads_before, files = process.num_threads(), process.num_fds()
+    for _ in range(3):
+        other = Consumer("nccl")
+        other.start(ticket, producer.card, [(i, i) for i in range(100)])
+        assert other.importer.poll(time.monotonic()) == []
+        wait_for(lambda: process.num_threads() > threads_before)  # in the middle
+        other.transport.close()
+        consumer.start(ticket, producer.card, [(0, 0)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+    wait_for(lambda: process.num_threads() == threads_before)
+    wait_for(lambda: process.num_fds() == files)
+
+
+def test_gloos_own_ports_are_deaf(nccl_pair: tuple[RemoteProducer, Consumer]) -> None:
+    producer, consumer = nccl_pair
+    ticket = export(producer, [(0, 2)], seed=23)
+    consumer.start(ticket, producer.card, [(0, 0)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+    control = msgpack.unpackb(producer.card.metadata)["port"]
+    process = psutil.Process(producer.process.pid)
+    found = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {host for host, _ in found} == {"127.0.0.1"}
+    (port,) = [port for _, port in found if port != control]
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", port), timeout=0.3)
+    consumer.start(ticket, producer.card, [(0, 1)])
+    assert isinstance(consumer.events(1)[0], Arrived)
+
+
+def test_who_takes_the_peers_place_in_a_group_is_sent_nothing() -> None:
+    """He has a socket to the group, and does not know the token."""
+    ends = socket.socketpair()
+    errors: dict[int, Exception] = {}
+
+    def build(rank: int) -> None:
+        group = nccl_server.Group(ends[rank], rank, torch.device("cpu"))
+        try:
+            group.open("127.0.0.1", bytes([rank]) * TOKEN_BYTES)
+        except (OSError, RuntimeError) as error:
+            errors[rank] = error
+        finally:
+            group.close()
+
+    workers = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert "place" in str(errors[nccl_server.PRODUCER])
+    assert "place" not in str(errors[nccl_server.CONSUMER])  # no proof came, it was cut off
 
 
 if __name__ == "__main__":
