@@ -51,10 +51,7 @@ Bump when an old peer could misread a message; not for a new field with a defaul
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
-
-    ``max_tokens`` and ``min_tokens`` count from the prompt's end, over all attempts.
-    """
+    """How tokens are chosen. Numbers of tokens count from the prompt's end, over all attempts."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -114,10 +111,7 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Proof:
-    """The router's proof, and the tickets that it still wants after a reconnect.
-
-    All other tickets of this router are released.
-    """
+    """The router's proof, and its tickets that it still wants; its others are released."""
 
     proof: bytes
     tickets: tuple[bytes, ...] = ()
@@ -218,10 +212,7 @@ class Renew:
 
 @dataclass(frozen=True)
 class Abort:
-    """Drop whatever this request holds on the worker, at any stage.
-
-    Idempotent; unknown requests are ignored.
-    """
+    """Drop whatever this request holds, at any stage. Unknown requests are ignored."""
 
     request: bytes
     attempt: int
@@ -229,9 +220,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Check:
-    """Nothing was heard of this request for long. Answered only when the worker does not know it:
-    by Failed with kind "lost".
-    """
+    """Nothing was heard of this for long. Answered, by Failed "lost", only if it is unknown."""
 
     request: bytes
     attempt: int
@@ -239,10 +228,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Drain:
-    """Take no new work, finish or hand back the rest within ``deadline_ms``, then leave.
-
-    Idempotent; a later deadline does not extend an earlier one.
-    """
+    """Take no new work, finish or hand back the rest in time. A later deadline extends nothing."""
 
     deadline_ms: int
 
@@ -332,10 +318,7 @@ class Pulled:
 
 @dataclass(frozen=True)
 class UnknownPeer:
-    """D has no card for this incarnation of P.
-
-    The request stays open; send Peer, then Decode again.
-    """
+    """D has no card for this incarnation of P. The request stays open: Peer, then Decode again."""
 
     request: bytes
     attempt: int
@@ -352,10 +335,7 @@ class Expired:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens; ``first_index`` counts from the prompt's end.
-
-    ``finish`` ("stop", "length") makes it terminal.
-    """
+    """New tokens; ``first_index`` counts from the prompt's end. A ``finish`` makes it terminal."""
 
     request: bytes
     attempt: int
