@@ -15,6 +15,7 @@ ALLOWED = {
     "router": {
         "router",
         "kvtransfer.errors",
+        "kvtransfer.faults",
         "kvtransfer.hashing",
         "kvtransfer.layout",
         "kvtransfer.ticket",
@@ -49,6 +50,7 @@ PURE = [
     "router/policy.py",
     "router/admission.py",
     "router/config.py",
+    "router/leases.py",
     "services/engine/sequence.py",
     "services/engine/blocks.py",
     "services/engine/scheduler.py",
