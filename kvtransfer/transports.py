@@ -4,7 +4,7 @@ from kvtransfer.errors import TransportError
 from kvtransfer.faults import Faults
 from kvtransfer.transport import Transport
 
-NAMES = ("memory", "tcp", "nixl")
+NAMES = ("memory", "tcp", "nixl", "nccl")
 
 
 def open_transport(
@@ -19,10 +19,10 @@ def open_transport(
 ) -> Transport:
     """The transport ``name`` for one incarnation of a worker.
 
-    ``host`` is where peers reach this host (tcp); ``net_devices`` are the network devices that NIXL
-    may use, as UCX names them: "lo" for workers of one host; ``ucx_tls`` are its ways to a peer.
-    ``build`` counts those that this incarnation had before. With ``faults`` its reads go wrong as
-    they say. One that cannot be opened is an error; another is never taken instead.
+    ``host`` is where peers reach this host (tcp, nccl); ``net_devices`` are the network devices
+    that NIXL may use, as UCX names them: "lo" for workers of one host; ``ucx_tls`` are its ways to
+    a peer. ``build`` counts those that this incarnation had before. With ``faults`` its reads go
+    wrong as they say. One that cannot be opened is an error; another is never taken instead.
     """
     transport = _open(name, worker_id, epoch, host, net_devices, ucx_tls, build)
     if faults is None:
@@ -53,4 +53,8 @@ def _open(
         from kvtransfer.nixl_transport import NixlTransport
 
         return NixlTransport(worker_id, epoch, net_devices, ucx_tls, build)
+    if name == "nccl":
+        from kvtransfer.nccl_transport import NcclTransport
+
+        return NcclTransport(host)
     raise TransportError(f"unknown transport {name!r}: known are {', '.join(NAMES)}")

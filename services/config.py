@@ -22,7 +22,7 @@ from services.engine.config import EngineConfig
 from services.fetch import DEFAULT_MODEL
 
 ROLES = ("prefill", "decode", "mixed")
-TRANSPORTS = ("auto", "nixl", "tcp", "memory")
+TRANSPORTS = ("auto", "nixl", "tcp", "nccl", "memory")
 
 
 class ConfigError(ValueError):

@@ -120,7 +120,7 @@ def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
     if transport == "memory" and not machine.one_process:
         raise ConfigError(
             f"{role}.transport: 'memory' works inside one process only (baton local);"
-            " allowed here are nixl and tcp"
+            " allowed here are nixl, tcp and nccl"
         )
     if transport != "auto":
         return transport

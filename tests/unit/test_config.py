@@ -268,7 +268,7 @@ def test_the_pool_takes_its_share_of_little_memory() -> None:
         ({"kv_blocks": "20000"}, LAPTOP, ["prefill 1 x 20000", "27.5 GiB", "16.0 GiB"]),
         ({"max_model_len": "9000"}, LAPTOP, ["9000", "8192 tokens", "tiny"]),
         ({"device": "cuda"}, LAPTOP, ["'cuda'", "no CUDA device"]),
-        ({"transport": "memory"}, LAPTOP, ["'memory'", "nixl and tcp"]),
+        ({"transport": "memory"}, LAPTOP, ["'memory'", "nixl, tcp and nccl"]),
         ({"token_budget": "64", "chunk_budget": "65"}, LAPTOP, ["prefill.chunk_budget: 65", "64"]),
     ],
 )
