@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 from kvtransfer import nccl_server
 from kvtransfer.errors import TransportError
 from kvtransfer.exporter import Exporter
-from kvtransfer.faults import Faults
+from kvtransfer.faults import KINDS, FaultPlan, Faults
 from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import KVLayout, Stamp
 from kvtransfer.puller import Puller
@@ -604,6 +605,53 @@ def test_a_puller_serves_two_peers(name: str, producer: AnyProducer) -> None:
         puller.close()
         other.close()
     assert puller.failure == ""
+
+
+def test_reads_that_go_wrong_never_pass_for_right(name: str, producer: AnyProducer) -> None:
+    """Every kind of fault, real bytes: what arrives is right, and all blocks come back."""
+    faults = Faults(FaultPlan(0.06, 0.15, 0.15, 0.15, 0.15, delay_s=0.1, seed=4))
+    consumer = Consumer(name, faults, stall_s=0.4, settle_s=0.5)
+    ticket = export(producer, [(block, 2) for block in range(4)], seed=24)
+    spans = consumer.region.spans
+    outcomes = Counter[str]()
+    free: deque[int] = deque()
+
+    def give_back(slot: int) -> None:
+        spans[4 * slot : 4 * slot + 4] = slot  # somebody else's data
+        free.append(slot)
+
+    def poll() -> None:
+        for event in consumer.importer.poll(time.monotonic()):
+            outcomes[type(event).__name__] += 1
+            slot = event.key[0]
+            if isinstance(event, Arrived):
+                assert all(consumer.holds(4 * slot + i, 24, i) for i in range(4))
+            if isinstance(event, Arrived | Settled) or event.settled:
+                give_back(slot)
+
+    for slot in range(8):
+        give_back(slot)
+    end = time.monotonic() + PATIENCE_S
+    try:
+        for index in range(80):
+            while len(free) < 3:
+                assert time.monotonic() < end
+                poll()
+            slot = free.popleft()
+            assert bool((spans[4 * slot : 4 * slot + 4] == slot).all()), "bytes came late"
+            pairs = [(i, 4 * slot + i) for i in range(4)]
+            consumer.start(ticket, producer.card, pairs, bytes([slot]), patience_s=2.0)
+            if index % 8 == 0:
+                consumer.importer.abort(bytes([slot]))
+    finally:
+        consumer.transport.close()
+    consumer.importer.end("closed", settled=True)
+    consumer.importer.check_integrity()
+    assert set(faults.counts) == set(KINDS)
+    assert consumer.importer.rebuild_count > 0  # of the dropped ones
+    assert consumer.importer.stray_count > 0  # of the double ones
+    assert outcomes["Arrived"] > outcomes["PullFailed"] > 0
+    assert outcomes["Settled"] > 0
 
 
 def test_unknown_transports_are_named() -> None:
