@@ -17,7 +17,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -39,6 +39,8 @@ from services.settings import router_settings, worker_settings
 
 APP_NAME = "baton"
 CLOSE_S = 10.0  # a worker hands back what is left after ``drain_s``; so much later Serve kills it
+PROVE_S = 10.0  # a new router waits so long for a first pair
+POLL_S = 0.05
 # A replica is unhealthy after three failed checks: 24 s when it does not answer at all.
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 8.0
@@ -80,7 +82,26 @@ class Router:
         from router.api import create_api
 
         self._api = create_api(self._settings, self._discover)
+        start_and_stop = self._api.router.lifespan_context
+
+        @contextlib.asynccontextmanager
+        async def lifespan(api: Any) -> AsyncIterator[Any]:
+            async with start_and_stop(api) as state:
+                await self._prove_a_pair()
+                yield state
+
+        self._api.router.lifespan_context = lifespan
         return self._api
+
+    async def _prove_a_pair(self) -> None:
+        """A router that joins running workers takes requests when it could pass them on."""
+        dispatcher = self._api.state.front.dispatcher
+        if not await self._registry.reports():
+            return  # the workers are starting as well
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROVE_S):
+                while not dispatcher.ready:
+                    await asyncio.sleep(POLL_S)
 
     async def _discover(self) -> list[wire.WorkerCard]:
         cards = await self._registry.discover()

@@ -236,14 +236,17 @@ def free_range(size: int) -> int:
 
 
 def wait_ready(config: AppConfig) -> str | None:
-    """Wait until a pair has proved itself; what went wrong if none will."""
+    """Wait until a pair has proved itself to every router; what went wrong if none will."""
     from services import app
 
-    status, body = 0, ""
+    status, body, good = 0, "", 0
     for count in range(int(READY_TIMEOUT_S / POLL_S)):
         status, body = get(url(config) + "/ready")
-        if status == 200:
+        good = good + 1 if status == 200 else 0
+        if good == (1 if config.routers == 1 else 2 * config.routers):  # they take turns
             return None
+        if good:
+            continue
         if count % LOOK_FOR_FAILURE_EVERY == 0 and (error := app.failure()):
             return error
         time.sleep(POLL_S)

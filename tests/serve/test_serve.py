@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.serving import Client, Served, served, until
+from tests.support.serving import BATON, Client, Served, served, until
 
 MODEL = "smollm2-135m-instruct"
 MAX_MODEL_LEN = 2048
@@ -33,11 +34,12 @@ ROUTER_LIMIT_BYTES = 300e6
 STOP_S = 10
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
+PROMPT = [*range(300, 340)]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(*SIZES) as server:
+    with served(*SIZES, "--routers", "2") as server:
         yield server
 
 
@@ -140,10 +142,24 @@ def test_workers_are_two_processes_that_move_kv_by_nixl(server: Served) -> None:
         assert any(mapped(worker["pid"], "nixl"))
 
 
-def test_the_router_is_small_and_has_no_torch(server: Served) -> None:
-    (router,) = routers(server)
-    assert router.memory_info().rss < ROUTER_LIMIT_BYTES
-    assert not any(mapped(router.pid, "torch"))
+def test_routers_are_small_and_have_no_torch(server: Served) -> None:
+    assert len(routers(server)) == 2
+    for router in routers(server):
+        assert router.memory_info().rss < ROUTER_LIMIT_BYTES
+        assert not any(mapped(router.pid, "torch"))
+
+
+def test_both_routers_take_requests_and_have_proven_the_pair(server: Served) -> None:
+    states = router_states(server)
+    assert len(states) == 2
+    for state in states.values():
+        assert [pair["state"] for pair in state["pairs"]] == ["proven"]
+
+
+def router_states(server: Served) -> dict[str, dict[str, Any]]:
+    """/internal/state of each router that answers."""
+    answers = [server.get("/internal/state") for _ in range(6)]
+    return {state["router"]: state for status, state in answers if status == 200}
 
 
 def routers(server: Served) -> list[psutil.Process]:
@@ -246,11 +262,58 @@ def test_a_client_that_leaves_during_a_long_prefill_stops_it(server: Served) -> 
 def test_nothing_failed_and_nobody_was_replaced(server: Served) -> None:
     """The last look at the shared server: what was cancelled is counted, and that was all."""
     assert server.post("/v1/chat/completions", {"messages": CAPITAL, "temperature": 0})["choices"]
-    _, state = server.get("/internal/state")
-    requests = state["requests"]
-    assert (requests["running"], requests["queued"], requests["retries"]) == (0, 0, 0)
     printed = {line.split()[0] for line in server.text.splitlines() if "blocks, " in line}
-    assert {worker["id"] for worker in state["workers"]} == printed
+    states = router_states(server)
+    assert sum(state["requests"]["finished"] for state in states.values()) >= 5
+    for state in states.values():
+        requests = state["requests"]
+        assert (requests["running"], requests["queued"], requests["retries"]) == (0, 0, 0)
+        assert {worker["id"] for worker in state["workers"]} == printed
+
+
+# --- what ends or leaves (the shared server is not the same afterwards) ------------------------
+
+
+def test_a_killed_router_costs_only_its_own_streams(server: Served) -> None:
+    undisturbed = server.complete_ids(PROMPT, 40)
+    streams = [Stream(server, 40) for _ in range(4)]
+    victim, other = routers(server)
+    victim.kill()
+    for stream in streams:
+        stream.join()
+    cut = [stream for stream in streams if not stream.done]
+    assert 0 < len(cut) < len(streams)
+    for stream in streams:
+        assert stream.error is None
+        assert stream.ids == undisturbed[: len(stream.ids)]
+        assert stream in cut or len(stream.ids) == 40
+    until(lambda: len(router_states(server)) == 2, "another router takes its place", 60)
+    assert other in routers(server)
+    assert server.complete_ids(PROMPT, 40) == undisturbed
+
+
+def test_a_drained_worker_leaves_and_is_replaced(server: Served) -> None:
+    undisturbed = server.complete_ids(PROMPT, 40)
+    stream = Stream(server, 40)
+    leaves = server.workers("prefill")[0]
+    until(lambda: "Ctrl-C stops" in server.text, "the end of what is printed")
+    (line,) = re.findall(r"^  (baton drain WORKER .*)$", server.text, re.MULTILINE)
+    command = [leaves["id"] if word == "WORKER" else word for word in shlex.split(line)]
+    ended = subprocess.run(
+        [BATON, *command[1:]], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == f"{leaves['id']}: left, 0 running, 0 tickets"
+    stream.join()
+    assert (stream.done, stream.error, stream.ids) == (True, None, undisturbed)
+
+    def replaced() -> bool:
+        workers = [w for w in server.workers("prefill") if w["state"] == "ready"]
+        return bool(workers) and workers[0]["id"] != leaves["id"]
+
+    until(replaced, "another worker takes its place", 60)
+    until(lambda: all(server.get("/ready")[0] == 200 for _ in range(4)), "it is proven", 30)
+    assert server.complete_ids(PROMPT, 40) == undisturbed
 
 
 def open_request(server: Served, **fields: Any) -> socket.socket:
@@ -283,12 +346,16 @@ def test_ctrl_c_under_load_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             family = psutil.Process(server.process.pid).children(recursive=True)
             ports = listening(family)
             assert len(ports) > 5
-            stream = LongStream(server)
+            streams = [Stream(server, 1900) for _ in range(8)]
             started = time.monotonic()
             os.kill(server.process.pid, signal.SIGINT)
             assert server.process.wait(STOP_S) == 0
             assert time.monotonic() - started < STOP_S
-            stream.join()
+            for stream in streams:
+                stream.join()
+                assert stream.done, "a stream was cut"
+                assert stream.error["type"] == "ServiceUnavailableError"
+                assert stream.ids
         assert "stopping" in server.text
         assert "error" not in server.text
         assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -301,26 +368,36 @@ def test_ctrl_c_under_load_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class LongStream:
-    """A stream that runs, and is read to whatever end it comes to."""
+class Stream:
+    """A stream that has begun, and is read to whatever end it comes to."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: Served, max_tokens: int) -> None:
+        self.ids: list[int] = []
+        self.error: Any = None
+        self.done = False
         self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(server,))
+        self._thread = threading.Thread(target=self._read, args=(server, max_tokens))
         self._thread.start()
         assert self._begun.wait(60)
 
     def join(self) -> None:
         """Wait until it has ended."""
-        self._thread.join(STOP_S)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
-    def _read(self, server: Served) -> None:
-        body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
-        # However it ends: its tokens did not, and the server has only ten seconds.
+    def _read(self, server: Served, max_tokens: int) -> None:
+        body = {
+            "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        # Without [DONE] it was cut, which shows in one of these ways.
         with suppress(AssertionError, OSError, http.client.HTTPException):
-            for _ in server.stream("/v1/completions", body):
+            for chunk in server.stream("/v1/completions", body):
+                self.error = chunk.get("error")
+                for choice in chunk.get("choices", ()):
+                    self.ids += choice.get("token_ids") or []
                 self._begun.set()
+            self.done = True
 
 
 def listening(family: list[psutil.Process]) -> set[int]:
