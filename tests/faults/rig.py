@@ -109,6 +109,8 @@ class HttpClient:
 
     def cut(self, reset: bool = False) -> None:
         """Only close the socket: nothing is said to the server. ``reset``: by RST, not FIN."""
+        if self._writer.is_closing():
+            return
         if reset:
             sock = self._writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -155,6 +157,8 @@ class Stream:
         self.error: dict[str, Any] | None = None
         self.done = False  # [DONE] has come
         self.posted, self.first_token, self.ended = time.monotonic(), 0.0, 0.0
+        self.longest_gap = 0.0  # seconds between two tokens
+        self._last_token = 0.0
         self.client = client
         self._reading = asyncio.create_task(self._read())
 
@@ -194,7 +198,10 @@ class Stream:
                 continue
             (choice,) = event["choices"]
             if choice.get("token_ids"):
-                self.first_token = self.first_token or time.monotonic()
+                now = time.monotonic()
+                self.first_token = self.first_token or now
+                self.longest_gap = max(self.longest_gap, now - (self._last_token or now))
+                self._last_token = now
                 self.ids += choice["token_ids"]
             self.finish = choice["finish_reason"] or self.finish
         self.ended = time.monotonic()
