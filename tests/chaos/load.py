@@ -83,7 +83,7 @@ class Load:
 
     def _ask(self, how: Asking, flood: bool = False) -> Record:
         record = ask(
-            self._url, self._questions[how.question], how, self._label(how.number),
+            self._url, self._questions[how.question], how, label(self._seed, how.number),
             self._deadline_s, self._answers[how.question], self._clock,
         )  # fmt: skip
         record.flood = flood
@@ -91,15 +91,17 @@ class Load:
             self.records.append(record)
         return record
 
-    def _label(self, number: int) -> str:
-        return f"chaos-{self._seed}-{number}"
+
+def label(seed: int, number: int) -> str:
+    """The name that a request has in the server's logs."""
+    return f"chaos-{seed}-{number}"
 
 
 def ask(
     url: str,
     question: Question,
     how: Asking,
-    label: str,
+    name: str,
     deadline_s: float,
     answer: Reply,
     clock: Clock,
@@ -109,7 +111,7 @@ def ask(
     if how.stream:
         body |= {"stream": True}
     start_s = clock.now()
-    reply = send(url, question.path, body, label, deadline_s, how.cut)
+    reply = send(url, question.path, body, name, deadline_s, how.cut)
     outcome = reply.end
     if outcome == exchange.ANSWERED:
         outcome = RIGHT if same(reply, answer) else SUSPECT

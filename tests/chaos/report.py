@@ -100,6 +100,14 @@ def fault_counts(run: Run) -> dict[str, int]:
     return counts
 
 
+def examples(run: Run) -> list[Record]:
+    """Some of the requests that broke a promise, then some of those that failed in health."""
+    bad = [r for r in run.records if r.outcome in (WRONG, exchange.HANG, exchange.BROKEN)]
+    bad += [r for r in run.records if r.outcome == exchange.RESET and not excused(r, run)]
+    failed = (r for r in run.records if r.outcome == exchange.FAILED and in_health(r, run.samples))
+    return bad[:NUM_EXAMPLES] or list(failed)[:NUM_EXAMPLES]
+
+
 def in_health(record: Record, samples: Sequence[Sample]) -> bool:
     """Whether a healthy pair was there all through a request's life."""
     before = [s for s in samples if s.at_s <= record.start_s][-1:]
@@ -182,21 +190,20 @@ def _whole_after(done: Injected, samples: Sequence[Sample]) -> float | None:
 
 def _errors(run: Run) -> Iterator[str]:
     """Error answers by cause; with and without a healthy pair."""
-    causes = Counter(
-        (r.reply.status, r.reply.note[:150], in_health(r, run.samples))
-        for r in run.records
-        if r.outcome == exchange.FAILED
-    )
-    for (status, note, healthy), count in causes.most_common():
-        yield f"error {status} x {count}, {'a' if healthy else 'no'} healthy pair: {note}"
+    causes: dict[tuple[int, str, bool], list[int]] = {}
+    for r in run.records:
+        if r.outcome == exchange.FAILED:
+            cause = (r.reply.status, r.reply.note[:150], in_health(r, run.samples))
+            causes.setdefault(cause, []).append(r.number)
+    for (status, note, healthy), numbers in sorted(causes.items(), key=lambda c: -len(c[1])):
+        some = ", ".join(map(str, numbers[:5]))
+        pair = "a healthy pair" if healthy else "no healthy pair"
+        yield f"error {status} x {len(numbers)}, {pair}: {note} (requests {some})"
 
 
 def _evidence(run: Run) -> Iterator[str]:
     """What a failing run is acted upon."""
-    bad = (WRONG, exchange.HANG, exchange.BROKEN)
-    found = [r for r in run.records if r.outcome in bad]
-    found += [r for r in run.records if r.outcome == exchange.RESET and not excused(r, run)]
-    for r in found[:NUM_EXAMPLES]:
+    for r in examples(run):
         yield (
             f"{r.outcome}: request {r.number} (question {r.question}, stream {r.stream}) from"
             f" {r.start_s:.1f} to {r.end_s:.1f} s, status {r.reply.status}: {r.reply.note}"

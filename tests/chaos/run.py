@@ -13,9 +13,7 @@ if any promise was broken, and the server's logs are kept then.
 
 import argparse
 import re
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +23,13 @@ from router.tokenizer import Tokenizer
 from services.config import ConfigError
 from services.drain import DrainOptions, run_drain
 from services.fetch import DEFAULT_MODEL, fetch
+from tests.chaos import logs
 from tests.chaos.fleet import Clock, Fleet, Member, not_idle
 from tests.chaos.inject import Injector
-from tests.chaos.load import Load, ask, mixed_answers, settle
+from tests.chaos.load import Load, ask, label, mixed_answers, settle
 from tests.chaos.questions import Asking, Question, long_question, questions
 from tests.chaos.record import RIGHT, TIE
-from tests.chaos.report import Goal, Run, lines, verdict
+from tests.chaos.report import Goal, Run, examples, lines, verdict
 from tests.chaos.schedule import EVERY_S, schedule
 from tests.support.serving import Served, served
 
@@ -107,7 +106,11 @@ def chaos(options: Options, say: Callable[[str], None] = print) -> tuple[Run, bo
             say(line)
         passed = all(check.ok for check in verdict(run, goal(options)))
         if not passed:
-            say(f"seed {options.seed} {options.transport} FAILED; logs: {keep_logs(server)}")
+            folder = logs.keep(server)
+            say(f"seed {options.seed} over {options.transport} FAILED; logs are kept in {folder}")
+            labels = [label(options.seed, record.number) for record in examples(run)]
+            for line in logs.about(folder, labels) if folder else ():
+                say(line)
     return run, passed
 
 
@@ -255,16 +258,6 @@ class Progress:
                 f"{clock.now():5.0f} s  {answered} answered of {len(load.records)},"
                 f" {len(injector.done)} faults, healthy: {bool(sample and sample.healthy)}"
             )
-
-
-def keep_logs(server: Served) -> str:
-    """A copy of the server's logs; their folder goes with the server."""
-    found = re.search(r"logs: (\S+), removed", server.text)
-    if not found:
-        return "none found"
-    kept = Path(tempfile.mkdtemp(prefix="baton-chaos-")) / "logs"
-    shutil.copytree(found[1], kept, symlinks=True, ignore_dangling_symlinks=True)
-    return str(kept)
 
 
 def main() -> int:
