@@ -185,11 +185,13 @@ class Attempt:
         side = "prefill" if call is self._prefill else "decode"
         name, key = call.worker.card.worker_id, call.worker.key
         match message:
-            case WorkerLost(reason):
-                raise AttemptFailed(side, "lost", f"{side} worker {name}: {reason}", key)
+            case WorkerLost(reason, kind):
+                raise AttemptFailed(side, kind, f"{side} worker {name}: {reason}", key)
             case wire.Failed(kind="pull") if self._prefill is not None:
                 producer = self._prefill.worker.key  # it is P that has to be replaced
                 raise AttemptFailed("prefill", "pull", f"{name}: {message.message}", producer)
+            case wire.Failed(kind="lost"):  # the worker is well, but knows nothing of it
+                raise AttemptFailed(side, "unknown", f"{name}: {message.message}", key)
             case wire.Failed(kind="invalid"):
                 raise AttemptFailed(side, "invalid", message.message)
             case wire.Failed():
@@ -269,8 +271,8 @@ class Attempt:
         useful = self._ticket is not None or (
             self._prefill is not None and self._prefill.sent and not self._answered
         )
-        temporary = failure.kind in ("lost", "refused", "draining", "internal")
-        if failure.side != "decode" or not temporary or not useful or self._replaced:
+        final = failure.kind in ("invalid", "deadline")
+        if failure.side != "decode" or final or not useful or self._replaced:
             raise failure
         assert self._prefill is not None
         assert self._decode is not None

@@ -13,6 +13,7 @@ class RouterConfig:
     max_queue: int = 256  # requests that wait for a pair; the next one gets 429
     max_bypass: int = 16  # later requests that may overtake one that waits for more room
     queue_timeout_s: float = 60.0  # longest wait for a pair, then 429
+    comeback_s: float = 1.5  # a request that has begun waits so long for a worker to come back
     request_timeout_s: float = 600.0  # from arrival to the last token, then 504
     first_token_status_s: float = 10.0  # a stream's status line waits so long for the first token
     keep_alive_s: float = 15.0  # silence in a stream after which a comment is sent; 0: never
@@ -33,7 +34,7 @@ class RouterConfig:
             raise ValueError(
                 f"router.policy is {self.policy!r}; it can be least-loaded or round-robin"
             )
-        for name in ("max_bypass", "keep_alive_s"):
+        for name in ("max_bypass", "comeback_s", "keep_alive_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"router.{name} cannot be negative")
         for name in (

@@ -36,7 +36,7 @@ from router.errors import (
 )
 from router.job import AttemptFailed, Chunk, GenRequest, Job
 from router.pending import DEADLINE, STOPPING, Queue
-from router.policy import Pair, View, other_decode, usable_pairs
+from router.policy import Key, Pair, View, other_decode, usable_pairs
 from router.proof import Prover
 from router.worker import Worker
 from router.workers import WorkerTable
@@ -214,7 +214,7 @@ class Dispatcher:
         """Another decode worker for what ``prefill`` has computed, if one has room now."""
         if job.only is not None or self._closing or not prefill.connected:
             return None
-        last = job.failures["decode"] + failure.counts >= self.config.decode_attempts
+        last = job.num_failed("decode") + failure.counts >= self.config.decode_attempts
         demand = replace(job.demand, avoid=frozenset({*job.avoid, failed.key}))
         key = None if last else other_decode(demand, prefill.key, self._view())
         if key is None:
@@ -269,8 +269,15 @@ class Dispatcher:
         """Workers came, went, or reported."""
         if self._closing:
             return
+        for job in self._jobs:
+            if job.failed:
+                job.forgive(self._is_usable)
         self.prover.refresh()
         self.queue.serve()
+
+    def _is_usable(self, key: Key) -> bool:
+        worker = self.table.workers.get(key)
+        return worker is not None and worker.usable
 
     async def _poll_discovery(self) -> None:
         while True:
@@ -288,6 +295,6 @@ class Dispatcher:
 
 def _final_error(failure: AttemptFailed) -> RequestError:
     """503 where the client may simply try again, 500 where it would only see the same."""
-    if failure.kind in ("lost", "pull", "expired", "draining", "refused"):
-        return Unavailable(f"the request failed: {failure.message}")
-    return InternalError(f"the request failed: {failure.message}")
+    if failure.kind == "internal":
+        return InternalError(f"the request failed: {failure.message}")
+    return Unavailable(f"the request failed: {failure.message}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from router.policy import Demand, Key, Pair
 
 if TYPE_CHECKING:
     from router.attempt import Attempt
+
+MAX_LOSSES = 4  # broken connections that one request survives, whether they came back or not
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Chunk:
 class AttemptFailed(Exception):
     """An attempt ended without an answer; ``Dispatcher`` decides what comes next.
 
-    ``kind``: those of wire.Failed, and: refused (no room now), expired (the lease ran out).
+    ``kind``: those of wire.Failed, and: refused (no room now), expired (the lease ran out), stalled
+    (the engine stands still), unknown (the worker knows nothing of it); lost is: the connection.
     """
 
     def __init__(self, side: str, kind: str, message: str, avoid: Key | None = None) -> None:
@@ -83,12 +87,11 @@ class Job:
         self.num_attempts = 0
         self.current: Attempt | None = None
         self.bypassed = 0  # later requests that went before it while it waited
-        self.avoid: set[Key] = set()
-        self.failures = {"prefill": 0, "decode": 0}
-        self.prefills_lost = 0  # workers that were lost while they computed its prompt
+        self.failed: list[AttemptFailed] = []  # attempts, except those that were only refused
+        self.num_losses = 0  # of connections to its workers
         self.in_flight = False  # a worker has begun with it, and may have to be replaced
-        self.no_prefill = False  # its prefills have failed too often
         self.problem = ""  # of the attempt that failed last
+        self.no_prefill = False  # its prefills have failed too often
         self.cached_tokens = 0
         self.pulled_bytes = 0
 
@@ -103,10 +106,15 @@ class Job:
         return Demand(
             num_tokens=len(self.request.ids) + len(self.delivered),
             max_tokens=self.sampling.max_tokens - len(self.delivered),
-            avoid=frozenset(self.avoid),
+            avoid=self.avoid,
             recompute=self.in_flight or bool(self.delivered),
             no_prefill=self.no_prefill,
         )
+
+    @property
+    def avoid(self) -> frozenset[Key]:
+        """Workers at which it has failed."""
+        return frozenset(failure.avoid for failure in self.failed if failure.avoid is not None)
 
     @property
     def deadline_ms(self) -> int:
@@ -130,18 +138,36 @@ class Job:
         if each of them took its worker along: that may be the request's own doing, and it is not
         passed on to more of them.
         """
+        if failure.kind == "refused":
+            return True
+        self.failed.append(failure)
+        self.in_flight = True
         self.problem = failure.message
-        if failure.avoid is not None:
-            self.avoid.add(failure.avoid)
-        self.in_flight |= failure.kind != "refused"
-        if failure.counts:
-            self.failures[failure.side] += 1
-            self.prefills_lost += (failure.side, failure.kind) == ("prefill", "lost")
-        self.no_prefill = self.failures["prefill"] >= config.prefill_attempts
+        self.num_losses += failure.kind == "lost"
+        self.no_prefill |= self.num_failed("prefill") >= config.prefill_attempts
         return (
-            self.prefills_lost < config.prefill_attempts
-            and self.failures["decode"] < config.decode_attempts
+            self.num_failed("prefill", ("lost", "stalled")) < config.prefill_attempts
+            and self.num_failed("decode") < config.decode_attempts
+            and self.num_losses < MAX_LOSSES
         )
+
+    def num_failed(self, side: str, kinds: Collection[str] = ()) -> int:
+        """Attempts that count as failed on this side; of all kinds when none is given."""
+        return sum(
+            failure.counts and failure.side == side and (not kinds or failure.kind in kinds)
+            for failure in self.failed
+        )
+
+    def forgive(self, is_back: Callable[[Key], bool]) -> None:
+        """Losses of workers that are back, the same incarnations: only the connection had broken.
+
+        They do not count, and these workers may serve the request.
+        """
+        self.failed = [
+            failure
+            for failure in self.failed
+            if not (failure.kind == "lost" and failure.avoid and is_back(failure.avoid))
+        ]
 
     def end_attempt(self) -> None:
         """Leave nothing at the workers. Never waits, never fails; may be called again."""

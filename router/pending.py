@@ -12,7 +12,7 @@ from router.admission import Waiting, hopeless, pick
 from router.config import RouterConfig
 from router.errors import DeadlineExceeded, QueueFull, Unavailable
 from router.job import Job
-from router.policy import Pair, View, usable_pairs
+from router.policy import Key, Pair, View, usable_pairs
 
 DEADLINE = "the request took longer than this server allows"
 STOPPING = "the server is stopping"
@@ -24,6 +24,7 @@ class _Place:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gives_up_at: float | None = None  # loop time; None: some worker could serve it
 
 
 class Queue:
@@ -39,7 +40,7 @@ class Queue:
         self._view = view
         self._grant = grant
         self._places: list[_Place] = []
-        self._usable: frozenset[Pair] = frozenset()
+        self._usable: tuple[frozenset[Pair], frozenset[Key]] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -72,18 +73,23 @@ class Queue:
         """To be called when something may have become free: give pairs to those who wait."""
         while self._places:
             view = self._view()
-            usable = frozenset(usable_pairs(view))
+            keys = frozenset(key for key, worker in view.workers.items() if worker.usable)
+            usable = frozenset(usable_pairs(view)), keys
             if usable != self._usable:
                 self._usable = usable
                 self._fail_hopeless(self._places)
-            waiting = [Waiting(place.job.demand, place.job.bypassed) for place in self._places]
+            else:
+                self._fail_hopeless([p for p in self._places if p.gives_up_at is not None])
+            places = [place for place in self._places if place.gives_up_at is None]
+            waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
             picked = pick(waiting, view, self._config.max_bypass)
             if picked is None:
                 return
             index, pair = picked
-            for earlier in self._places[:index]:
+            for earlier in places[:index]:
                 earlier.job.bypassed += 1
-            place = self._places.pop(index)
+            place = places[index]
+            self._places.remove(place)
             if not place.granted.done():  # else its client has gone
                 self._grant(place.job, pair)
                 place.granted.set_result(None)
@@ -96,12 +102,33 @@ class Queue:
         self._places.clear()
 
     def _fail_hopeless(self, places: list[_Place]) -> None:
-        """End the wait of those that no worker of now could ever serve."""
+        """End the wait of those that no worker of now could ever serve.
+
+        A request that has begun waits for a moment: its worker may only be reconnecting.
+        """
+        loop = asyncio.get_running_loop()
         waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
-        for index in hopeless(waiting, self._view()):
-            advice = places[index].job.problem or "try again"
-            _fail(places[index], f"no worker is left that could serve this; {advice}")
+        lost = set(hopeless(waiting, self._view()))
+        for index, place in enumerate(places):
+            if index not in lost:
+                place.gives_up_at = None
+            elif not place.job.demand.recompute:
+                self._give_up(place)
+            elif place.gives_up_at is None:
+                place.gives_up_at = loop.time() + self._config.comeback_s
+                loop.call_at(place.gives_up_at, self._give_up_late, place)
         self._places = [place for place in self._places if not place.granted.done()]
+
+    def _give_up_late(self, place: _Place) -> None:
+        """Its time is over, unless a worker has come back meanwhile."""
+        now = asyncio.get_running_loop().time()
+        if place in self._places and place.gives_up_at is not None and place.gives_up_at <= now:
+            self._give_up(place)
+            self._places.remove(place)
+
+    def _give_up(self, place: _Place) -> None:
+        advice = place.job.problem or "try again"
+        _fail(place, f"no worker is left that could serve this; {advice}")
 
 
 def _fail(place: _Place, reason: str) -> None:

@@ -37,6 +37,7 @@ class WorkerLost:
     """The worker of a call is gone, or hangs: no terminal message will come."""
 
     reason: str
+    kind: str = "lost"  # or stalled
 
 
 Inbox = asyncio.Queue["tuple[Call, wire.Message | WorkerLost]"]
@@ -215,11 +216,11 @@ class Worker:
         elif name not in self.aborted:
             self._send_abort(name)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, kind: str = "lost") -> None:
         """No answer is expected any more for the calls that are open."""
         for call in list(self.calls.values()):
             self.abort(call)
-            call.put(WorkerLost(reason))
+            call.put(WorkerLost(reason, kind))
 
     def release(self, ticket_id: bytes) -> None:
         """This KV is not needed any more."""
@@ -247,7 +248,7 @@ class Worker:
         before, self.stalled = self.stalled, now - self._moved_at > STALLED_AFTER_S
         if self.stalled and not before:
             log.error("%s has work but made no step for %g s", self.card.worker_id, STALLED_AFTER_S)
-            self.lose("its engine stands still")
+            self.lose("its engine stands still", "stalled")
         return before != self.stalled
 
     # --- views -----------------------------------------------------------------------------------

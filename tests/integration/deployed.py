@@ -76,7 +76,7 @@ async def deployed(
     async def discover() -> list[wire.WorkerCard]:
         return [worker.card for worker in workers if worker.registered]
 
-    settings = RouterSettings(RouterConfig(**config), "", MODEL, "R", SECRET)
+    settings = RouterSettings(RouterConfig(**{"comeback_s": 0.1, **config}), "", MODEL, "R", SECRET)
     app = create_api(settings, discover, ByteTokenizer())
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]

@@ -471,7 +471,7 @@ def test_a_prefill_that_ends_badly_ends_the_decode_leg_too(
             else:
                 assert text(await collect(dispatcher, request(5))) == "01234"
                 assert hit
-                kind = "internal" if how == "failed" else "lost"
+                kind = {"failed": "internal", "closed": "lost", "silent": "unknown"}[how]
                 causes = dispatcher.state()["requests"]["causes"]
                 assert causes == {f"prefill {kind}": 1}
             await all_idle(dispatcher, *ps, d)
@@ -500,7 +500,7 @@ def test_a_decode_worker_that_lost_a_request_is_found(
                 d.hook = hook
             assert text(await collect(dispatcher, request(5))) == "01234"
             assert len(of_kind(ds, wire.Check)) >= 1
-            assert dispatcher.state()["requests"]["causes"]["decode lost"] == 1
+            assert dispatcher.state()["requests"]["causes"]["decode unknown"] == 1
             await all_idle(dispatcher, p, *ds)
 
     run(scenario)
@@ -911,5 +911,89 @@ def test_the_end_of_the_router_ends_every_request() -> None:
                 await collect(dispatcher, request(5))
             assert dispatcher.num_jobs == 0
             await d.until(lambda: not d.links)
+
+    run(scenario)
+
+
+# --- a connection that breaks is not the end of a worker ------------------------------------------
+
+
+def test_a_request_waits_for_its_only_workers_to_come_back() -> None:
+    """A router that was stopped finds all its connections dead, and has them again at once."""
+
+    async def scenario() -> None:
+        p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D")
+        async with serving(p, d) as dispatcher:
+            cut: list[Link] = []
+
+            def break_all(link: Link, message: wire.Message) -> bool:
+                if not isinstance(message, wire.Decode) or cut:
+                    return False
+                for record in dispatcher.table.workers.values():
+                    assert record.link is not None
+                    cut.append(record.link)
+                    record.link.close("as scripted")
+                return True
+
+            d.hook = break_all
+            quiet = text(await collect(dispatcher, request()))
+            assert len(cut) == 2
+            assert quiet == text(await collect(dispatcher, request())), "no token twice, none lost"
+            await all_idle(dispatcher, p, d)
+
+    run(scenario)
+
+
+def test_a_request_gives_up_when_nobody_comes_back() -> None:
+    async def scenario() -> None:
+        p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D")
+        async with serving(p, d, comeback_s=0.3) as dispatcher:
+
+            def die(link: Link, message: wire.Message) -> bool:
+                if not isinstance(message, wire.Decode):
+                    return False
+                d.die()
+                return True
+
+            d.hook = die
+            loop = asyncio.get_running_loop()
+            begin = loop.time()
+            with pytest.raises(Unavailable, match="no worker is left"):
+                await collect(dispatcher, request())
+            assert 0.3 <= loop.time() - begin < 5
+            with pytest.raises(Unavailable):  # a new one does not wait
+                await collect(dispatcher, request())
+            await all_idle(dispatcher, p)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("times", [3, 4])
+def test_connections_that_come_back_count_less_but_not_for_ever(times: int) -> None:
+    """B021: what breaks each connection that it is sent over ends after a few of them."""
+
+    async def scenario() -> None:
+        p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D")
+        async with serving(p, d) as dispatcher:
+            cuts = 0
+
+            def cut(link: Link, message: wire.Message) -> bool:
+                nonlocal cuts
+                if not isinstance(message, wire.Reserve) or cuts == times:
+                    return False
+                cuts += 1
+                link._abort("as scripted")
+                return True
+
+            d.hook = cut
+            if times == 3:
+                assert text(await collect(dispatcher, request(5))) == "01234"
+            else:
+                with pytest.raises(Unavailable, match="decode worker D"):
+                    await collect(dispatcher, request(5))
+            assert dispatcher.state()["requests"]["causes"] == {"decode lost": times}
+            await all_proven(dispatcher)
+            assert text(await collect(dispatcher, request(5))) == "01234"
+            await all_idle(dispatcher, p, d)
 
     run(scenario)
