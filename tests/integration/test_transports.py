@@ -953,6 +953,26 @@ def test_a_consumer_that_dies_or_hangs_costs_the_producer_nothing(
     wait_for(lambda: process.num_fds() == files)
 
 
+def test_what_has_come_of_a_read_that_is_given_up_is_not_copied(
+    nccl_pair: tuple[RemoteProducer, Consumer],
+) -> None:
+    producer, consumer = nccl_pair
+    export(producer, [(block, 2) for block in range(40)], seed=24)
+    transport = consumer.transport
+    transport.connect(producer.card)
+    handle = transport.pull(producer.card, Part.KV, [(i, i) for i in range(40)])
+    wait_for(lambda: transport.moved(handle) > 0)
+    transport.abandon(handle)
+    (completion,) = transport.poll()
+    assert (completion.handle, completion.status) == (handle, Status.FAILED)
+    handle = transport.pull(producer.card, Part.KV, [(39, 40)])  # comes after all of the first
+    completions: list[Completion] = []
+    wait_for(lambda: bool(completions.extend(transport.poll()) or completions))
+    assert [(c.handle, c.status) for c in completions] == [(handle, Status.DONE)]
+    assert consumer.holds(40, 24, remote=39)
+    assert not consumer.region.spans[:40].any()
+
+
 def test_gloos_own_ports_are_deaf(nccl_pair: tuple[RemoteProducer, Consumer]) -> None:
     producer, consumer = nccl_pair
     ticket = export(producer, [(0, 2)], seed=23)
@@ -967,6 +987,33 @@ def test_gloos_own_ports_are_deaf(nccl_pair: tuple[RemoteProducer, Consumer]) ->
         socket.create_connection(("127.0.0.1", port), timeout=0.3)
     consumer.start(ticket, producer.card, [(0, 1)])
     assert isinstance(consumer.events(1)[0], Arrived)
+
+
+def test_a_wait_inside_of_a_group_can_be_interrupted() -> None:
+    """A peer that was stopped between its answer and its last byte."""
+    ends = socket.socketpair()
+    groups = [nccl_server.Group(ends[rank], rank, torch.device("cpu")) for rank in (0, 1)]
+    token = secrets.token_bytes(TOKEN_BYTES)
+    builder = threading.Thread(target=groups[0].open, args=("127.0.0.1", token))
+    builder.start()
+    groups[1].open("127.0.0.1", token)
+    builder.join()
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            groups[1].receive(torch.empty(1 << 20, dtype=torch.uint8))
+        except RuntimeError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    groups[1].interrupt()
+    waiter.join(nccl_server.STALLED_S / 2)
+    assert not waiter.is_alive()
+    assert len(errors) == 1
+    for group in groups:
+        group.close()
 
 
 def test_who_takes_the_peers_place_in_a_group_is_sent_nothing() -> None:
