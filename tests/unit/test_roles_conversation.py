@@ -28,8 +28,8 @@ from tests.support.worker_box import (
 
 REQUESTS = st.integers(0, 3).map(lambda i: b"r%d" % i)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
-LONGER = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # several steps: early parts
-ENDS = st.lists(st.sampled_from(["arrive", "fail", "late"]), max_size=3)
+LONGER = st.lists(st.integers(0, 1), min_size=9, max_size=20)  # several steps: early parts
+ENDS = st.lists(st.sampled_from(["arrive", "arrive", "arrive", "fail", "late"]), max_size=5)
 
 
 class Conversation(RuleBasedStateMachine):
@@ -156,7 +156,7 @@ class Conversation(RuleBasedStateMachine):
     @rule(request=REQUESTS, ids=LONGER, max_tokens=st.integers(2, 4), ends=ENDS)
     def hand_off(self, request: bytes, ids: list[int], max_tokens: int, ends: list[str]) -> None:
         """As it should be, up to the last pull: reserve, prefill with early parts, decode with the
-        ticket. ``ends``: what happens to early pulls meanwhile.
+        ticket. ``ends``: what happens to its pulls meanwhile, and to the last.
         """
         if self.is_open(0, request) or self.is_open(1, request):
             return
@@ -173,9 +173,11 @@ class Conversation(RuleBasedStateMachine):
             self.step(0, 1)
             for message in self.parts[told:]:
                 self.d.handle(message)
+            for message in self.parts[:2]:  # strays: of this request, or of another
+                self.d.handle(replace(message, request=request))
             told = len(self.parts)
             if ends:
-                self.pull_ends(0, ends.pop())
+                self.pull_ends(-1, ends.pop())
         if self.is_open(0, request) or not self.answers or self.answers[-1][0] != ids:
             return
         if not self.is_open(1, request):
@@ -183,6 +185,8 @@ class Conversation(RuleBasedStateMachine):
         answer = self.answers[-1][1]
         changes = {"num_prompt": len(ids), "ticket": answer.ticket, "sampling": sampling}
         self.send(1, decode([*ids, answer.token], request, **changes), continues=True)
+        for how in ends:
+            self.pull_ends(-1, how)
 
     @rule(which=st.integers(0, 1), request=REQUESTS)
     def abort(self, which: int, request: bytes) -> None:
