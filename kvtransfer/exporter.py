@@ -119,7 +119,7 @@ class Exporter:
         gone: list[bytes] = []
         for ticket_id in ticket_ids:
             lease = self._leases.get(ticket_id)
-            if lease is None or lease.deadline <= now:
+            if lease is None or is_over(lease.deadline, now):
                 gone.append(ticket_id)
             else:
                 lease.deadline = now + self.lease_s
@@ -140,7 +140,7 @@ class Exporter:
 
     def expire(self, now: float) -> list[list[int]]:
         """End the leases that ran out; returns the blocks to free, a list per lease."""
-        over = [ticket_id for ticket_id, lease in self._leases.items() if lease.deadline <= now]
+        over = [id_ for id_, lease in self._leases.items() if is_over(lease.deadline, now)]
         return [self._end(ticket_id, LeaseStatus.EXPIRED) for ticket_id in over]
 
     def check_integrity(self) -> None:
@@ -166,3 +166,8 @@ class Exporter:
     def _end(self, ticket_id: bytes, status: LeaseStatus) -> list[int]:
         self._ended[status] += 1
         return self._leases.pop(ticket_id).block_ids
+
+
+def is_over(deadline: float, now: float) -> bool:
+    """Whether a lease has run out: from then on its blocks may be handed out anew."""
+    return deadline <= now

@@ -8,6 +8,7 @@ per (layer, K or V).
 
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from kvtransfer.errors import LayoutMismatch
 
@@ -20,8 +21,7 @@ IDENTITY = ("weights", "num_layers", "num_kv_heads", "head_dim", "rope", "versio
 FORM = ("block_size", "dtype", "tp_size")
 
 
-@dataclass(frozen=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What a trailer or a seal says: this block of this incarnation, in this generation."""
 
     epoch: int

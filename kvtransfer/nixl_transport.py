@@ -26,6 +26,7 @@ import msgpack
 import numpy as np
 
 from kvtransfer.errors import PeerGone, TransportError
+from kvtransfer.layout import SEAL_BYTES
 from kvtransfer.region import Region
 from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Completion, Part, Status, check_blocks, check_peer
@@ -257,7 +258,8 @@ class NixlTransport:
         """NIXL requests for ``(remote block, local block)`` pairs, not posted yet."""
         assert self._region is not None
         remote, local = np.array(blocks, dtype=np.int32).T.copy()
-        step = max(1, _POST_BYTES // self._region.span_bytes)
+        row_bytes = self._region.span_bytes if part is Part.KV else SEAL_BYTES
+        step = max(1, _POST_BYTES // row_bytes)
         ours, theirs = self._sides[part], peer.sides[part]
         handles: list[int] = []
         try:

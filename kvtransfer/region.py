@@ -95,10 +95,16 @@ class Region:
         self, where: Tensor, blocks: Sequence[tuple[int, int]], rows: Sequence[Sequence[int]]
     ) -> None:
         if blocks:
+            if where.device.type == "cpu":  # numpy again: of so few rows torch takes the double
+                where.numpy()[[b for b, _ in blocks]] = _tensor(rows, where.device).numpy()
+                return
             index = _tensor([b for b, _ in blocks], where.device)
             where.index_copy_(0, index, _tensor(rows, where.device))
 
     def _rows(self, where: Tensor, blocks: Sequence[int]) -> list[list[int]]:
-        rows = where.index_select(0, _tensor(blocks, where.device)).cpu().numpy()
+        if where.device.type == "cpu":
+            rows = where.numpy()[list(blocks)]
+        else:
+            rows = where.index_select(0, _tensor(blocks, where.device)).cpu().numpy()
         values: list[list[int]] = rows.view(np.uint64).tolist()
         return values

@@ -6,7 +6,7 @@ only the producer's monotonic clock ends a lease.
 """
 
 import hmac
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -55,7 +55,7 @@ class Ticket:
 
     def sign(self, secret: bytes) -> bytes:
         """Packed ticket: msgpack bytes followed by HMAC-SHA256 over exactly those bytes."""
-        body: bytes = msgpack.packb({"v": TICKET_VERSION, **asdict(self)})
+        body: bytes = msgpack.packb({"v": TICKET_VERSION, **vars(self)})
         return body + hmac.digest(secret, body, sha256)
 
 
