@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -46,6 +47,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.hangs = False
+        self.settles = True  # when it is given up
         self.breaks: Exception | None = None
         self.close_breaks: Exception | None = None
         self.closed = False
@@ -76,7 +78,8 @@ class Transport:
         return 0
 
     def abandon(self, handle: int) -> None:
-        self._ended.append(Completion(handle, Status.FAILED, "given up"))
+        if self.settles:
+            self._ended.append(Completion(handle, Status.FAILED, "given up"))
 
     def forget(self, peer: AgentCard) -> None:
         self.forgotten.append(peer)
@@ -90,11 +93,29 @@ class Transport:
 class Rig:
     def __init__(self) -> None:
         self.transport = Transport()
-        self.importer = Importer(Memory(), self.transport)
+        self.broken: Exception | None = None  # why no other transport can be built
+        self.importer = Importer(Memory(), self.transport, build=self.build)
         self.events: queue.Queue[Event] = queue.Queue()
         self.broken_receiver = False
         self.now = 0.0
         self.puller = Puller(self.importer, self.receive, clock=lambda: self.now)
+
+    def build(self, number: int) -> Transport:
+        assert threading.current_thread().name == "kv-puller"
+        assert self.transport.closed
+        if self.broken is not None:
+            raise self.broken
+        self.transport = Transport()
+        return self.transport
+
+    def lose(self) -> None:
+        """A pull that is given up and never settles, long ago."""
+        self.transport.hangs, self.transport.settles = True, False
+        self.pull(b"lost", deadline=10.0)
+        self.now = 10.0
+        event = self.next()
+        assert isinstance(event, PullFailed)
+        assert not event.settled
 
     def receive(self, events: list[Event]) -> None:
         for event in events:
@@ -203,4 +224,34 @@ def test_a_broken_receiver_does_not_end_the_thread(caplog: pytest.LogCaptureFixt
     assert isinstance(event, PullFailed)
     assert "the receiver is broken" in rig.puller.failure
     rig.broken_receiver = False
+    rig.puller.close()
+
+
+def test_a_transport_that_does_not_settle_is_replaced() -> None:
+    with running() as rig:
+        rig.lose()
+        old = rig.transport
+        rig.now = 70.0
+        assert rig.next() == Settled(b"lost", (20,))
+        assert old.closed
+        rig.pull(b"k", deadline=80.0)  # over the new one
+        assert rig.next() == Arrived(b"k", (20,), 100)
+        assert rig.puller.rebuild_count == 1
+        assert rig.puller.failure == ""
+
+
+def test_a_transport_that_cannot_be_replaced_is_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig()
+    rig.broken = TransportError("no device is left")
+    rig.lose()
+    rig.now = 70.0
+    assert rig.next() == Settled(b"lost", (20,))  # the old one is closed all the same
+    rig.pull(b"k", deadline=80.0)
+    event = rig.next()
+    assert isinstance(event, PullFailed)
+    assert event.settled
+    assert "no device is left" in rig.puller.failure
+    assert "no device is left" in caplog.text
     rig.puller.close()
