@@ -17,7 +17,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -39,7 +39,7 @@ from services.settings import router_settings, worker_settings
 
 APP_NAME = "baton"
 CLOSE_S = 10.0  # a worker hands back what is left after ``drain_s``; so much later Serve kills it
-PROVE_S = 10.0  # a new router waits so long for a first pair
+PROVE_S = 10.0  # a replica that joins others waits so long until it has proven itself
 POLL_S = 0.05
 # A replica is unhealthy after three failed checks: 24 s when it does not answer at all.
 HEALTH_PERIOD_S = 2.0
@@ -98,10 +98,7 @@ class Router:
         dispatcher = self._api.state.front.dispatcher
         if not await self._registry.reports():
             return  # the workers are starting as well
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PROVE_S):
-                while not dispatcher.ready:
-                    await asyncio.sleep(POLL_S)
+        await _until(lambda: dispatcher.ready, PROVE_S)
 
     async def _discover(self) -> list[wire.WorkerCard]:
         cards = await self._registry.discover()
@@ -131,7 +128,10 @@ class WorkerReplica:
         self._state, self._news = "", asyncio.Event()
         self._worker.on_load = self._on_load
         await self._worker.start()
+        others = [card.role for card, _ in await self._registry.reports()]
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+        if role in others:  # one of these may be waiting for us, to go
+            await _until(lambda: self._worker.load().steps > 0, PROVE_S)
 
     def _on_load(self, load: wire.Load) -> None:
         if load.state != self._state:
@@ -164,6 +164,14 @@ class WorkerReplica:
         await self._heart
 
 
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for something that tells nobody when it happens, but not for ever."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(POLL_S)
+
+
 def _log_to_stderr() -> None:
     """What this process says of itself goes to Ray's log file for it."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -194,6 +202,8 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
         # On a cluster, the Serve config sets ``ray_actor_options`` for each deployment.
         "ray_actor_options": {"num_cpus": 0},
         "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOP_S,
+        # In a rollout one more, so that the last of its kind is replaced before it goes.
+        "max_surge_percent": 1,
         "max_constructor_retry_count": constructor_tries,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
@@ -215,8 +225,8 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
         name="Router",
         num_replicas=spec.config.routers,
         max_ongoing_requests=100_000,
-        # ends of streams are waited for; the workers drain at the same time
-        graceful_shutdown_timeout_s=max(pool.drain_s for _, pool in spec.config.pools()) + CLOSE_S,
+        # It goes with its last request, and each of these has a deadline.
+        graceful_shutdown_timeout_s=spec.config.router.request_timeout_s + CLOSE_S,
         **common,
     ).bind(spec, workers)
     return app

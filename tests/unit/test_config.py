@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from services.config import (
     ROLES,
@@ -313,3 +314,11 @@ def test_the_example_can_be_used() -> None:
     resolved = resolve(config, LAPTOP, MODEL)
     assert resolved.prefill.engine.token_budget == 512
     assert resolved.served_model_name == "smollm2"
+
+
+def test_the_example_of_a_serve_config_can_be_used() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "serve.example.yaml"
+    (app,) = yaml.safe_load(file.read_text())["applications"]
+    config = from_yaml(app["args"])
+    resolved = resolve(config, replace(LAPTOP, one_host=False), MODEL)
+    assert (resolved.routers, resolved.decode.drain_s) == (2, 60)
