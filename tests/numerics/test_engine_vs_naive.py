@@ -104,6 +104,7 @@ def make_engine(
     seqs: int = 16,
     prefix_cache: bool = True,
     block_size: int = BLOCK,
+    chunks: int = 0,
 ) -> Engine:
     layout = KVLayout(
         "w", SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim, SHAPE.rope, block_size, "float32"
@@ -115,6 +116,7 @@ def make_engine(
         max_model_len=SHAPE.max_model_len,
         max_num_seqs=seqs,
         token_budget=budget,
+        chunk_budget=chunks,
         prefix_cache=prefix_cache,
     )
     return Engine(config, ModelRunner(model, Region(layout, blocks), EPOCH))
@@ -158,9 +160,9 @@ def test_any_chunking_gives_the_naive_answer(budget: int, params: SamplingParams
         assert engine.scheduler.stats.computed_prompt_tokens == length
 
 
-@pytest.mark.parametrize("budget", [5, 64])
-def test_a_batch_gives_each_its_own_answer(budget: int) -> None:
-    engine = make_engine(budget=budget)
+@pytest.mark.parametrize(("budget", "chunks"), [(5, 0), (64, 0), (20, 3)])
+def test_a_batch_gives_each_its_own_answer(budget: int, chunks: int) -> None:
+    engine = make_engine(budget=budget, chunks=chunks)
     asked: dict[Key, tuple[list[int], SamplingParams]] = {}
     tokens: dict[Key, list[int]] = {}
     for i, length in enumerate(LENGTHS * 2):
@@ -227,6 +229,32 @@ def test_kv_taken_over_from_another_pool_goes_on_as_if_nothing_happened(length: 
     assert consumer.scheduler.stats.computed_prompt_tokens == computed
     check_answer(ids, answer, SAMPLED)
     producer.add((b"b", 0), ids, length, SAMPLED)
+    assert run(producer)[b"b", 0] == answer
+
+
+def test_kv_that_is_copied_while_the_rest_is_computed_is_as_good() -> None:
+    """Early pull, with the real stamps: a block that may be named is written and sealed."""
+    producer, consumer = make_engine(budget=20), make_engine()
+    theirs, ours = producer.runner.region, consumer.runner.region  # type: ignore[attr-defined]
+    ids, key = prompt(70), (b"a", 0)
+    reservation = consumer.reserve(key, ids)
+    assert reservation is not None
+    producer.add(key, ids, 70, SAMPLED, hold=True)
+    copied, first = 0, []
+    while not first:
+        first = [output.token for output in producer.step(1.0)]
+        for block, generation in producer.sealed_blocks(key)[copied:]:
+            (stamp,) = theirs.trailers([block])
+            assert (stamp.epoch, stamp.generation) == (EPOCH, generation)
+            ours.spans[reservation.blocks[copied]].copy_(theirs.spans[block])
+            copied += 1
+    assert copied == 4
+    pairs, _ = producer.take_held(key)
+    ours.spans[reservation.blocks[4]].copy_(theirs.spans[pairs[4][0]])
+    consumer.admit(key, ids + first, 70, SAMPLED)
+    answer = first + run(consumer)[key]
+    check_answer(ids, answer, SAMPLED)
+    producer.add((b"b", 0), ids, 70, SAMPLED)
     assert run(producer)[b"b", 0] == answer
 
 
