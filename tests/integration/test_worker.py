@@ -233,6 +233,24 @@ async def says_what_it_is(folder: Path) -> None:
         assert worker.load().transport == "memory", "a mixed worker opened a network for its KV"
 
 
+async def replaces_its_transport(folder: Path) -> None:
+    async with running(folder, transport="tcp") as (worker, router, link):
+        assert worker.card is not None
+        before = worker.card
+        worker._puller._commands.put(worker._puller._importer._rebuild)
+        async with asyncio.timeout(WAIT_S):
+            while (load := await router.next(wire.Load)) and not load.agent_rebuilds:  # type: ignore[attr-defined]
+                pass
+        (old,), (new,) = before.agents, worker.card.agents
+        assert (new.worker_id, new.epoch, new.transport) == (old.worker_id, old.epoch, "tcp")
+        assert new.metadata != old.metadata
+        assert replace(worker.card, agents=(old,)) == before
+        link.send(prefill(b"a"))
+        first = await router.next(wire.Prefilled)
+        assert isinstance(first, wire.Prefilled)
+        link.send(wire.Release(first.ticket_id))
+
+
 def test_a_failed_engine_fails_its_requests_and_closes_its_links(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,3 +278,7 @@ def test_a_puller_that_hangs_is_found(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_the_card_says_what_was_measured_and_asked_for(tmp_path: Path) -> None:
     asyncio.run(says_what_it_is(tmp_path))
+
+
+def test_a_replaced_transport_is_in_the_card_and_in_the_load(tmp_path: Path) -> None:
+    asyncio.run(replaces_its_transport(tmp_path))
