@@ -290,7 +290,10 @@ class Dispatcher:
     async def _maintain(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.table.tick()
+            try:
+                self.table.tick()
+            except Exception:  # leases must be renewed, whatever it was
+                log.exception("a look at the workers failed")
 
 
 def _final_error(failure: AttemptFailed) -> RequestError:

@@ -43,7 +43,7 @@ from kvtransfer.ticket import AgentCard
 from router.codec import Codec, WireError as WireError
 
 PROTOCOL_VERSION = 2
-"""History: 1 first; 2 early parts, Check, Forget, Drain, numbered frames.
+"""History: 1 first; 2 early parts, Check, Forget, Drain, numbers and checksums of frames.
 
 Bump when an old peer could misread a message; not for a new field with a default.
 """
