@@ -94,6 +94,7 @@ class HttpClient:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self.head = b""  # status line and headers of the answer
 
     @classmethod
     async def post(cls, port: int, body: dict[str, Any], headers: bytes = b"") -> "HttpClient":
@@ -122,10 +123,10 @@ class HttpClient:
             raw = await self._reader.read()
         finally:
             self._writer.close()
-        head, _, body = raw.partition(b"\r\n\r\n")
-        if b"chunked" in head:
+        self.head, _, body = raw.partition(b"\r\n\r\n")
+        if b"chunked" in self.head:
             body = _unchunked(body)
-        return int(head.split()[1]), body.decode()
+        return int(self.head.split()[1]), body.decode()
 
     def close(self) -> None:
         """The client has read everything."""

@@ -96,16 +96,21 @@ async def storm(folder: Path, count: int) -> None:
         for stream in streams:
             stream.client.cut(reset=drawn.random() < 0.5)
         await deployed.until_idle()
-        state = deployed.dispatcher.state()
-        assert (state["requests"]["running"], state["requests"]["queued"]) == (0, 0)
-        assert all(w["running"] == w["waiting"] == 0 for w in state["workers"])
+
+        def all_zero() -> bool:
+            state = deployed.dispatcher.state()
+            requests = state["requests"]
+            workers = [w[gauge] for w in state["workers"] for gauge in ("running", "waiting")]
+            return not any([requests["running"], requests["queued"], *workers])
+
+        await until(all_zero, "the gauges are zero", 2)
         assert await deployed.complete(probe, 8) == right
 
 
 def test_a_storm_of_disconnects(tmp_path: Path, full: bool) -> None:
     """B047: hundreds leave at once; every gauge is exactly zero afterwards."""
     folder = model_folder(tmp_path, replace(TINY, max_model_len=256))
-    asyncio.run(storm(folder, 500 if full else 150))
+    asyncio.run(storm(folder, 500 if full else 60))
 
 
 def num_connections() -> int:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.fleet import fleet
+from tests.faults.fleet import Fleet, WorkerProcess, fleet
 from tests.faults.rig import (
     TINY,
     VOCAB,
@@ -172,11 +172,14 @@ class Line:
 
     def __init__(self) -> None:
         self.port = 0
+        self.accepted = 0
         self._dropped = asyncio.Event()
 
-    def drop(self) -> None:
+    def drop(self, new_ones_too: bool = True) -> None:
         """Forward nothing any more, in either direction, and close nothing."""
         self._dropped.set()
+        if not new_ones_too:
+            self._dropped = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def to(self, port: int) -> AsyncIterator["Line"]:
@@ -186,12 +189,14 @@ class Line:
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writers.append(writer)
-            if self._dropped.is_set():
+            self.accepted += 1
+            dropped = self._dropped
+            if dropped.is_set():
                 return
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
             writers.append(far_writer)
-            tasks.add(asyncio.create_task(self._pump(reader, far_writer)))
-            tasks.add(asyncio.create_task(self._pump(far_reader, writer)))
+            tasks.add(asyncio.create_task(_pump(reader, far_writer, dropped)))
+            tasks.add(asyncio.create_task(_pump(far_reader, writer, dropped)))
 
         server = await asyncio.start_server(accepted, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
@@ -206,14 +211,27 @@ class Line:
                 writer.transport.abort()
             await asyncio.sleep(0)  # for the transports to end
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                if self._dropped.is_set():
-                    await asyncio.Event().wait()
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dropped: asyncio.Event
+) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65536):
+            if dropped.is_set():
+                await asyncio.Event().wait()
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def behind_a_line(deployed: Fleet, worker: WorkerProcess) -> AsyncIterator[Line]:
+    """From now on the registry says that the worker is where a :class:`Line` begins."""
+    async with Line().to(worker.card.port) as line:
+        deployed.cards.remove(worker.card)
+        worker.card = replace(worker.card, port=line.port)
+        deployed.cards.append(worker.card)
+        yield line
 
 
 async def blocked_port(folder: Path) -> None:
@@ -221,10 +239,7 @@ async def blocked_port(folder: Path) -> None:
         prompt = a_prompt(4)
         right = await deployed.complete(prompt, NUM_TOKENS)
         hidden = await deployed.start("decode")
-        async with Line().to(hidden.card.port) as line:
-            deployed.cards.remove(hidden.card)
-            hidden.card = replace(hidden.card, port=line.port)
-            deployed.cards.append(hidden.card)
+        async with behind_a_line(deployed, hidden) as line:
             await deployed.until_ready()
             hidden.call("pause", len(prompt) + NUM_TOKENS // 2)
             streams = [await Stream.post(deployed.port, prompt, NUM_TOKENS) for _ in range(4)]
@@ -243,6 +258,30 @@ async def blocked_port(folder: Path) -> None:
 def test_a_port_that_drops(tmp_path: Path) -> None:
     """B022: packets to one worker vanish without a reset; its streams go on elsewhere."""
     asyncio.run(blocked_port(small(tmp_path)))
+
+
+async def idle_line(folder: Path) -> None:
+    async with fleet(folder, "tcp", prefill=1, decode=1, **SIZES) as deployed:
+        prompt = a_prompt(7)
+        right = await deployed.complete(prompt, NUM_TOKENS)
+        deployed.of("decode")[0].kill()
+        deployed.cards = [w.card for w in deployed.of("prefill")]
+        hidden = await deployed.start("decode")
+        async with behind_a_line(deployed, hidden) as line:
+            await deployed.until_ready()
+            accepted = line.accepted
+            line.drop(new_ones_too=False)  # nobody says anything, as for hours
+            await until(lambda: line.accepted > accepted, "the router has connected anew")
+            await until_ready(deployed.port, True, NOTICED_S)
+            assert await deployed.complete(prompt, NUM_TOKENS) == right
+            await deployed.until_idle()
+
+
+def test_an_idle_line_that_dies(tmp_path: Path) -> None:
+    """B044: a connection is forgotten somewhere on its way while nobody uses it: pings notice, and
+    the first request afterwards is answered.
+    """
+    asyncio.run(idle_line(small(tmp_path)))
 
 
 # --- engines and deadlines ------------------------------------------------------------------------

@@ -162,11 +162,13 @@ def test_read_after_the_lease_ran_out(tmp_path: Path, transport: str) -> None:
 async def busy_not_dead(folder: Path) -> None:
     asked = prompts(1, 100, 120)[0]
     (right,) = await references(folder, [asked])
-    async with rig(folder, "tcp", lease_s=1.0) as deployed:
+    async with rig(folder, "tcp", lease_s=1.0, max_model_len=256, kv_blocks=20) as deployed:
         exporter = deployed.prefill.worker.roles._prefill.exporter
         deployed.pulls.hold_posts()
         stream = await Stream.post(deployed.port, asked, NUM_TOKENS)
         await stream.until_tokens(1)
+        for other in prompts(30, 60, 120, seed=3):  # they want P's blocks
+            assert len(await complete(deployed.port, other, 1)) == 1
         await asyncio.sleep(3 * exporter.lease_s)  # that time passes is the case
         assert (exporter.num_leased, exporter.expired_count) == (1, 0)
         deployed.open()
@@ -177,5 +179,7 @@ async def busy_not_dead(folder: Path) -> None:
 
 
 def test_renewed_while_decode_is_busy(tmp_path: Path) -> None:
-    """B002: a lease is renewed for as long as D is alive and merely late."""
+    """B002, B034: as long as D is alive and merely late, its lease is renewed and P's blocks stay,
+    while others pass.
+    """
     asyncio.run(busy_not_dead(model_folder(tmp_path)))

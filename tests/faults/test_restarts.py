@@ -13,8 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from router.api import create_api
+from router.tokenizer import ByteTokenizer
 from tests.faults.fleet import Fleet, WorkerProcess, fleet
-from tests.faults.rig import TINY, VOCAB, complete, model_folder, until
+from tests.faults.rig import (
+    TINY,
+    VOCAB,
+    HttpClient,
+    complete,
+    completion_body,
+    http_server,
+    model_folder,
+    until,
+)
 
 NUM_TOKENS = 8
 RECOVERED_S = 10.0
@@ -149,3 +160,43 @@ async def residue(folder: Path) -> None:
 def test_nothing_of_the_dead_remains(tmp_path: Path) -> None:
     """B041: D unmaps what was P's; and kill -9 of all leaves nothing in /dev/shm."""
     asyncio.run(residue(model_folder(tmp_path, replace(TINY, max_model_len=256))))
+
+
+async def hammered_from_the_start(folder: Path) -> None:
+    sizes = {"max_model_len": 256, "kv_blocks": 100}
+    async with fleet(folder, "tcp", prefill=1, decode=1, **sizes) as deployed:
+        prompt = list(new_prompts(1)[0])
+        right = await deployed.complete(prompt, NUM_TOKENS)
+        for worker in deployed.workers:
+            worker.kill()
+        deployed.cards = []
+        another = replace(deployed.router, router_id="another router")
+        app = create_api(another, deployed.discover, ByteTokenizer())
+        async with http_server(app) as port:  # a router that is there before any worker
+
+            async def ask() -> tuple[bool, int, bytes]:
+                was_ready = app.state.front.dispatcher.ready
+                client = await HttpClient.post(port, completion_body(prompt, NUM_TOKENS))
+                return was_ready, (await client.answer())[0], client.head
+
+            async def hammer() -> list[tuple[bool, int, bytes]]:
+                seen = []
+                while sum(was_ready for was_ready, *_ in seen) < 20:
+                    seen.append(await ask())
+                return seen
+
+            hammering = asyncio.create_task(hammer())
+            for role in ("prefill", "decode"):
+                await deployed.start(role)
+            seen = await hammering
+            assert {status for was_ready, status, _ in seen if was_ready} == {200}
+            early = [(status, head) for was_ready, status, head in seen if not was_ready]
+            assert early
+            assert all(status in (200, 503) for status, _ in early)
+            assert all(b"retry-after" in head for status, head in early if status == 503)
+            assert await complete(port, prompt, NUM_TOKENS) == right
+
+
+def test_ready_when_a_generation_has_passed(tmp_path: Path) -> None:
+    """B053: before, 503 with Retry-After; from the first green /ready on, no error."""
+    asyncio.run(hammered_from_the_start(model_folder(tmp_path, replace(TINY, max_model_len=256))))
