@@ -403,15 +403,14 @@ class World:
     # --- without faults ---
 
     def settle_down(self, limit: int = 4000) -> None:
-        """Everything is delivered, every pull ends well where it can, every engine steps, and what
-        is queued is begun where there is room, until nothing moves.
-        """
+        """Without any more faults, until nothing moves."""
         for _ in range(limit):
-            if not self._move():
+            if not self.move():
                 return
         raise AssertionError("the world does not come to rest")
 
-    def _move(self) -> bool:
+    def move(self, pulls: bool = True) -> bool:
+        """All that is under way arrives, pulls end well, every engine makes a step."""
         moved = False
         for pipe in self.live:
             while pipe.to_box:
@@ -424,7 +423,7 @@ class World:
             for key in box.puller.keys(told=True):
                 self.settle(box, key)
                 moved = True
-            for key in box.puller.keys(told=False):
+            for key in box.puller.keys(told=False) if pulls else []:
                 self.pull_ends(box, key, "arrive")
                 moved = True
             if box.engine.has_work:
