@@ -99,9 +99,9 @@ class Fleet:
         self.seen = Seen()
         self.lock = threading.RLock()
         self._front = psutil.Process(server.process.pid)
-        self._num_pairs = expected["prefill"] * expected["decode"]
+        self.num_pairs = expected["prefill"] * expected["decode"]
         self._states: dict[int, dict[str, Any]] = {}
-        self._clock = clock
+        self.clock = clock
         self._clients: dict[int, Client] = {}  # of routers, by pid
         self._stop = threading.Event()
         self.look()
@@ -149,7 +149,7 @@ class Fleet:
 
     def look(self) -> None:
         """Bring members up to date."""
-        now = self._clock.now()
+        now = self.clock.now()
         known = {m.process for m in self.members if m.alive}
         children = {child for child in self._front.children(recursive=True) if child not in known}
         with self.lock:
@@ -173,9 +173,9 @@ class Fleet:
                 pairs = [healthy_pairs(state, ill) for state in states.values()]
                 self.samples.append(
                     Sample(
-                        self._clock.now(),
+                        self.clock.now(),
                         healthy=any(pairs),
-                        whole=bool(pairs) and all(n >= self._num_pairs for n in pairs),
+                        whole=bool(pairs) and all(n >= self.num_pairs for n in pairs),
                         routers=len(pairs),
                     )
                 )

@@ -24,11 +24,11 @@ from services.config import ConfigError
 from services.drain import DrainOptions, run_drain
 from services.fetch import DEFAULT_MODEL, fetch
 from tests.chaos import logs
-from tests.chaos.fleet import Clock, Fleet, Member, not_idle
+from tests.chaos.aftermath import aftermath
+from tests.chaos.fleet import Clock, Fleet, Member
 from tests.chaos.inject import Injector
-from tests.chaos.load import Load, ask, label, mixed_answers, settle
-from tests.chaos.questions import Asking, Question, long_question, questions
-from tests.chaos.record import RIGHT, TIE
+from tests.chaos.load import Load, label, mixed_answers, settle
+from tests.chaos.questions import Question, long_question, questions
 from tests.chaos.report import Goal, Run, examples, lines, verdict
 from tests.chaos.schedule import EVERY_S, schedule
 from tests.support.serving import Served, served
@@ -38,7 +38,6 @@ KV_BLOCKS = 40  # of which one longest request takes 20
 LEASE_S = 4.0
 REQUEST_TIMEOUT_S = 60.0
 HANG_AFTER_S = REQUEST_TIMEOUT_S + 10
-IDLE_WITHIN_S = 90.0
 REPORT_EVERY_S = 15.0
 NUM_FLOOD = 6
 FULL_S = 600.0  # a run of this length must reach the full goal
@@ -143,7 +142,7 @@ def inject(
         injector.close()
         load.stop()
         progress.close()
-    left = wait_until_idle(server, fleet, asked, answers, clock)
+    left = aftermath(server, fleet, asked, answers, HANG_AFTER_S)
     fleet.close()
     return Run(
         load.records, injector.done, injector.late, fleet.members, fleet.samples,
@@ -173,65 +172,6 @@ class Drains:
             self.ends.append("left" if status == 0 else "did not leave in time")
         except ConfigError as error:
             self.ends.append(str(error))
-
-
-def wait_until_idle(
-    server: Served, fleet: Fleet, asked: list[Question], answers: list, clock: Clock
-) -> list[str]:
-    """What is not as before the run, after some time without load and faults."""
-    tick, end = threading.Event(), clock.now() + IDLE_WITHIN_S
-    while (found := not_as_before(fleet)) and clock.now() < end:
-        tick.wait(0.5)
-    if found:
-        return [f"after {IDLE_WITHIN_S:.0f} s: {what}" for what in found]
-    return [*found, *probe(server, asked, answers, clock), *not_as_before(fleet, settle_s=5)]
-
-
-def not_as_before(fleet: Fleet, settle_s: float = 0.0) -> list[str]:
-    """Processes, pairs, blocks and requests: what is missing, and what is too much."""
-    tick = threading.Event()
-    for _ in range(max(1, int(settle_s / 0.5))):
-        found = []
-        for role, number in fleet.expected.items():
-            alive = len(fleet.alive(role))
-            if alive != number:
-                found.append(f"{alive} processes of the role {role} instead of {number}")
-        states = fleet.states()
-        if len(states) != fleet.expected["router"]:
-            found.append(f"{len(states)} routers answer")
-        for pid, state in states.items():
-            proven = sum(pair["state"] == "proven" for pair in state["pairs"])
-            wanted = fleet.expected["prefill"] * fleet.expected["decode"]
-            if proven != wanted:
-                found.append(f"router {pid} has {proven} proven pairs instead of {wanted}")
-        found += not_idle(states)
-        if not found:
-            break
-        tick.wait(0.5)
-    return found
-
-
-def probe(server: Served, asked: list[Question], answers: list, clock: Clock) -> list[str]:
-    """Each pair's pools can be filled once more: longest requests at once, all of them right."""
-    last = len(asked) - 1
-    records = server.at_once(
-        [
-            lambda i=i: ask(
-                server.url,
-                asked[last],
-                Asking(i, last, False, f"probe-{i}", None),
-                f"probe-{i}",
-                HANG_AFTER_S,
-                answers[last],
-                clock,
-            )  # fmt: skip
-            for i in range(4)
-        ]
-    )
-    settle(records, asked, answers)
-    return [
-        f"probe {r.number}: {r.outcome} {r.reply}" for r in records if r.outcome not in (RIGHT, TIE)
-    ]
 
 
 class Progress:
