@@ -1,247 +1,54 @@
-"""One suite for every transport; but for memory the producer is a process of its own.
-
-Run as a script, this file is that process: it obeys one JSON command per line.
-"""
+"""One suite for every transport; but for memory the producer is a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
-import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import msgpack
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from kvtransfer import nccl_server
 from kvtransfer.errors import TransportError
-from kvtransfer.exporter import Exporter
 from kvtransfer.faults import KINDS, FaultPlan, Faults
-from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
-from kvtransfer.layout import KVLayout, Stamp
+from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
+from kvtransfer.layout import Stamp
 from kvtransfer.puller import Puller
 from kvtransfer.region import Region
 from kvtransfer.tcp_server import MAGIC, REQUEST, TOKEN_BYTES
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
-from kvtransfer.transport import Completion, Part, Status, Transport
+from kvtransfer.transport import Completion, Part, Status
 from kvtransfer.transports import open_transport
-
-SECRET = b"of this test"
-LAYOUT = KVLayout("w", 30, 3, 64, "rope", 16, "float32")  # the default model's: 720 KiB a block
-NUM_BLOCKS = 160
-PATIENCE_S = 60.0
-
-
-def open_way(
-    way: str, worker_id: str, epoch: int, build: int = 0, faults: Faults | None = None
-) -> Transport:
-    """A transport by its name, or NIXL over plain sockets: only there bytes can arrive late."""
-    name, _, ucx_tls = way.partition("-")
-    return open_transport(
-        name, worker_id, epoch, ucx_tls=ucx_tls or "auto", build=build, faults=faults
-    )
-
-
-# --- the producer ---
-
-
-def content(seed: int, block: int) -> np.ndarray[Any, Any]:
-    """The KV bytes of a block."""
-    words = LAYOUT.kv_bytes // 8
-    return np.random.default_rng([seed, block]).integers(0, 2**63, words).view(np.uint8)
-
-
-class Producer:
-    """A pool that is written, sealed, exported and reused as the test says."""
-
-    def __init__(self, transport: str, worker_id: str) -> None:
-        self.epoch = secrets.randbits(64) | 1
-        self.region = Region(LAYOUT, NUM_BLOCKS)
-        self.transport = open_way(transport, worker_id, self.epoch)
-        self.card = AgentCard(
-            worker_id,
-            self.epoch,
-            LAYOUT.fingerprint(),
-            NUM_BLOCKS,
-            self.transport.name,
-            self.transport.register(self.region),
-        )
-        self._exporter = Exporter(worker_id, self.epoch, LAYOUT.fingerprint(), SECRET, 30.0)
-
-    def export(self, blocks: Sequence[tuple[int, int]], seed: int) -> bytes:
-        """Write and seal ``(block, even generation)`` pairs; returns the packed ticket."""
-        self.write([block for block, _ in blocks], seed)
-        self.region.seal(self.epoch, blocks, checksums=True)
-        return self._exporter.export("r", blocks, 16 * len(blocks), b"", 0.0).packed
-
-    def reuse(self, blocks: Sequence[tuple[int, int]], seed: int) -> None:
-        """Hand out the blocks again, with odd generations, and write them."""
-        self.region.open(self.epoch, blocks)
-        self.write([block for block, _ in blocks], seed)
-
-    def write(self, blocks: Sequence[int], seed: int) -> None:
-        spans = self.region.spans.numpy()
-        for block in blocks:
-            spans[block, : LAYOUT.kv_bytes] = content(seed, block)
-
-    def close(self) -> None:
-        self.transport.close()
-
-
-class RemoteProducer:
-    """The same, in a process of its own."""
-
-    def __init__(self, transport: str, worker_id: str) -> None:
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, transport, worker_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
-        fields = self._answer()
-        metadata = bytes.fromhex(fields.pop("metadata"))
-        fingerprint = bytes.fromhex(fields.pop("fingerprint"))
-        self.card = AgentCard(**fields, metadata=metadata, fingerprint=fingerprint)
-
-    def export(self, blocks: Sequence[tuple[int, int]], seed: int) -> bytes:
-        return bytes.fromhex(self._call("export", blocks, seed))
-
-    def reuse(self, blocks: Sequence[tuple[int, int]], seed: int) -> None:
-        self._call("reuse", blocks, seed)
-
-    def close_transport(self) -> None:
-        self._call("close", [], 0)
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _call(self, what: str, blocks: Sequence[tuple[int, int]], seed: int) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([what, list(blocks), seed]).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
-        assert ready, "the producer does not answer"
-        line = self.process.stdout.readline()
-        assert line, "the producer has died"
-        return json.loads(line)
-
-
-def produce() -> None:
-    """The producer's process."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not come between the answers
-
-    def answer(value: object) -> None:
-        out.write(json.dumps(value) + "\n")
-        out.flush()
-
-    producer = Producer(*sys.argv[1:])
-    card = dataclasses.asdict(producer.card)
-    answer(card | {name: card[name].hex() for name in ("metadata", "fingerprint")})
-    for line in sys.stdin:
-        what, blocks, seed = json.loads(line)
-        pairs = [(block, generation) for block, generation in blocks]
-        if what == "export":
-            answer(producer.export(pairs, seed).hex())
-        elif what == "reuse":
-            producer.reuse(pairs, seed)
-            answer(None)
-        else:
-            producer.close()
-            answer(None)
-    producer.close()
-
-
-AnyProducer = Producer | RemoteProducer
-
-
-def start_producer(transport: str) -> AnyProducer:
-    worker_id = f"p-{secrets.token_hex(4)}"
-    return (
-        Producer(transport, worker_id)
-        if transport == "memory"
-        else (RemoteProducer(transport, worker_id))
-    )
-
-
-# --- the consumer ---
-
-
-class Consumer:
-    """A pool, its transport, and an importer that the test drives itself."""
-
-    def __init__(self, way: str, faults: Faults | None = None, **times: float) -> None:
-        self.region = Region(LAYOUT, NUM_BLOCKS)
-        self._way = (way, f"d-{secrets.token_hex(4)}", secrets.randbits(64) | 1)
-        self._faults = faults
-        first = self.build(0)
-        self.importer = Importer(self.region, first, checksums=True, build=self.build, **times)
-
-    @property
-    def transport(self) -> Transport:
-        return self.importer.transport
-
-    def build(self, number: int) -> Transport:
-        transport = open_way(*self._way, number, self._faults)
-        transport.register(self.region)
-        return transport
-
-    def start(
-        self,
-        ticket: Ticket,
-        card: AgentCard,
-        pairs: Sequence[tuple[int, int]],
-        key: bytes = b"k",
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        self.importer.start(key, ticket, card, pairs, time.monotonic() + patience_s)
-
-    def events(self, count: int) -> list[Event]:
-        """Poll until ``count`` events are there."""
-        events: list[Event] = []
-        end = time.monotonic() + PATIENCE_S + 10
-        while len(events) < count:
-            assert time.monotonic() < end, f"only {events}"
-            events += self.importer.poll(time.monotonic())
-        assert len(events) == count
-        self.importer.check_integrity()
-        return events
-
-    def holds(self, local: int, seed: int, remote: int) -> bool:
-        found = self.region.spans[local, : LAYOUT.kv_bytes].numpy()
-        return bool((found == content(seed, remote)).all())
-
+from tests.support.kv_pools import (
+    LAYOUT,
+    NUM_BLOCKS,
+    PATIENCE_S,
+    SECRET,
+    AnyProducer,
+    Consumer,
+    Producer,
+    RemoteProducer,
+    close_host,
+    start_producer,
+)
 
 TRANSPORTS = ["memory", "tcp", "nixl", "nixl-tcp", "nccl"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def producers_host() -> Iterator[None]:
+    yield
+    close_host()
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -283,7 +90,7 @@ def failure(consumer: Consumer) -> PullFailed:
 
 def test_blocks_arrive_byte_for_byte(name: str, producer: AnyProducer, consumer: Consumer) -> None:
     if isinstance(producer, RemoteProducer):
-        assert producer.process.pid != os.getpid()
+        assert producer.pid != os.getpid()
     assert producer.card.transport == consumer.transport.name == name.partition("-")[0]
     ticket = export(producer, [(7, 2), (159, 4), (0, 6), (8, 2)], seed=1)
     before = consumer.region.spans.clone()
@@ -643,10 +450,13 @@ def test_reads_that_go_wrong_never_pass_for_right(name: str, producer: AnyProduc
             consumer.start(ticket, producer.card, pairs, bytes([slot]), patience_s=2.0)
             if index % 8 == 0:
                 consumer.importer.abort(bytes([slot]))
+        while len(free) < 8:
+            assert time.monotonic() < end
+            poll()
     finally:
         consumer.transport.close()
-    consumer.importer.end("closed", settled=True)
     consumer.importer.check_integrity()
+    assert consumer.importer.num_unsettled == 0
     assert set(faults.counts) == set(KINDS)
     assert consumer.importer.rebuild_count > 0  # of the dropped ones
     assert consumer.importer.stray_count > 0  # of the double ones
@@ -697,8 +507,7 @@ def test_a_stopped_nixl_producer_keeps_the_blocks_in_quarantine() -> None:
         # It wakes up owing bytes to an agent that is gone. Over tcp, UCX aborts its process then,
         # which is why "nixl" without shared memory or RDMA is never chosen by itself.
         producer.signal(signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            producer.process.wait(2)
+        producer.ended(2.0)
         assert consumer.region.spans.equal(before)
     finally:
         producer.signal(signal.SIGCONT)
@@ -731,8 +540,7 @@ def test_a_transport_that_does_not_settle_is_replaced() -> None:
         assert isinstance(consumer.events(1)[0], Arrived)
         consumer.region.spans[:] = 0xA5
         stopped.signal(signal.SIGCONT)  # it owes bytes to an agent that is gone
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            stopped.process.wait(2)
+        stopped.ended(2.0)
         assert consumer.importer.poll(time.monotonic()) == []
         assert bool((consumer.region.spans == 0xA5).all())
         consumer.start(tickets[1], living.card, pairs)
@@ -939,7 +747,7 @@ def test_a_consumer_that_dies_or_hangs_costs_the_producer_nothing(
     ticket = export(producer, [(block, 2) for block in range(100)], seed=22)
     consumer.start(ticket, producer.card, [(0, 0)])
     assert isinstance(consumer.events(1)[0], Arrived)
-    process = psutil.Process(producer.process.pid)
+    process = psutil.Process(producer.pid)
     threads_before, files = process.num_threads(), process.num_fds()
     for _ in range(3):
         other = Consumer("nccl")
@@ -979,7 +787,7 @@ def test_gloos_own_ports_are_deaf(nccl_pair: tuple[RemoteProducer, Consumer]) ->
     consumer.start(ticket, producer.card, [(0, 0)])
     assert isinstance(consumer.events(1)[0], Arrived)
     control = msgpack.unpackb(producer.card.metadata)["port"]
-    process = psutil.Process(producer.process.pid)
+    process = psutil.Process(producer.pid)
     found = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert {host for host, _ in found} == {"127.0.0.1"}
     (port,) = [port for _, port in found if port != control]
@@ -1037,7 +845,3 @@ def test_who_takes_the_peers_place_in_a_group_is_sent_nothing() -> None:
         worker.join()
     assert "place" in str(errors[nccl_server.PRODUCER])
     assert "place" not in str(errors[nccl_server.CONSUMER])  # no proof came, it was cut off
-
-
-if __name__ == "__main__":
-    produce()
