@@ -17,7 +17,6 @@ import pytest
 from tests.faults.fleet import fleet
 from tests.faults.rig import TINY, VOCAB, HttpClient, complete, completion_body, model_folder
 from tests.faults.strangers import Siege, listening
-from tests.support.serving import served
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 8
@@ -74,30 +73,6 @@ def test_strangers_at_the_workers_ports(tmp_path: Path, full: bool, transport: s
     """B023, B098: endpoint, KV pool and HTTP ports of a deployment under load."""
     folder = model_folder(tmp_path, replace(TINY, max_model_len=256))
     asyncio.run(besieged(folder, transport, 60 if full else 3))
-
-
-@pytest.mark.timeout(300)
-def test_strangers_at_everything_that_serve_starts(tmp_path: Path, full: bool) -> None:
-    """B098: the same with ``baton serve``: workers, router, HAProxy, and Ray's own processes."""
-    if not full:
-        pytest.skip("only in the full form")
-    trap = tmp_path / "made by a pickle"
-    with served("--max-model-len", "512", "--kv-blocks", "100") as server:
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        ports = sorted({port for process in family for port in listening(process.pid)})
-        names = {port: process.name() for process in family for port in listening(process.pid)}
-        print("\n" + "\n".join(f"  {port:>6} {names[port]}" for port in ports))
-        right = server.complete_ids(a_prompt(1), NUM_TOKENS)
-        siege = Siege([], trap, ports, 60)
-        answered = 0
-        while siege.lasts:
-            assert server.complete_ids(a_prompt(1), NUM_TOKENS) == right
-            answered += 1
-        visits = siege.visits()
-        assert not trap.exists()
-        server.idle_workers()
-        print(f"{answered} answered while {visits} came")
-        assert answered > 10
 
 
 # --- code -----------------------------------------------------------------------------------------

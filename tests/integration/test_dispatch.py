@@ -431,6 +431,8 @@ def test_not_ready_before_a_proof_has_pulled_bytes() -> None:
 
 
 def test_incompatible_workers_are_never_paired() -> None:
+    """B035: said once, when they register."""
+
     async def scenario() -> None:
         layout = {**LAYOUT, "dtype": "bfloat16"}
         p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D", layout=layout)

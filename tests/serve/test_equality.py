@@ -89,6 +89,7 @@ def prompt(text_ids: list[int], length: int) -> list[int]:
 def test_answers_are_right(
     targets: tuple[str, str], text_ids: list[int], judge: Judge, full: bool
 ) -> None:
+    """B094."""
     matrix = FULL if full else SHORT
     ask = partial(answers_of, text_ids, matrix)
     with ThreadPoolExecutor(len(targets)) as pool:
@@ -152,6 +153,7 @@ def span_bytes(worker: dict[str, Any]) -> int:
 
 
 def test_second_turn_pulls_only_new_blocks(text_ids: list[int]) -> None:
+    """B028, B095."""
     first = text_ids[:100]
     with local_server(SIZES) as client:
         answer = client.complete_ids(first, 60)

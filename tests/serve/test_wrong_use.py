@@ -82,6 +82,7 @@ def test_an_unknown_model() -> None:
 
 
 def test_a_pool_smaller_than_the_longest_request() -> None:
+    """B012: refused before anything starts."""
     # 2048 tokens are 128 blocks of 16, and one is reserved.
     words = ["2048", "129", "100", "kv_blocks", "max_model_len"]
     sizes = ("--max-model-len", "2048", "--kv-blocks", "100")

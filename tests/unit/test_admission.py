@@ -42,6 +42,7 @@ def test_gets_what_it_asks_for_or_what_is_left() -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_smaller_limit_of_the_pair_counts(side: int) -> None:
+    """B013: P and D may differ."""
     sides: list[dict[str, object]] = [{}, {}]
     sides[side] = {"max_model_len": 50}
     refused = admit(50, 1, view(*sides), 0, 4)
@@ -92,6 +93,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_light_ones_pass_a_heavy_one_but_not_for_ever() -> None:
+    """B089."""
     little = view(d={"free_blocks": 5})
     queue = [Waiting(HEAVY, 0), Waiting(LIGHT, 0)]
     assert pick(queue, little, 2) == (1, Pair(P, D))

@@ -110,6 +110,7 @@ def test_text_ends_at_the_first_stop(text: str, stop: list[str], include: bool) 
 def test_stops_are_found_however_ids_are_grouped(
     text: str, stop: list[str], cuts: list[int], include: bool
 ) -> None:
+    """B019."""
     detokenizer = Detokenizer(TOKENIZER, stop, include_stop=include)
     deltas = stream(detokenizer, pieces(ids_of(text), cuts))
     assert ("".join(deltas), detokenizer.stopped) == first_stop(text, stop, include)
@@ -170,6 +171,7 @@ def test_a_stop_that_an_incomplete_character_completes() -> None:
 
 
 def test_a_stop_that_does_not_occur_delays_nothing() -> None:
+    """B061."""
     detokenizer = Detokenizer(TOKENIZER, ["ZZZZZZZZZZ"])
     text = "The answer has no such string; Zed is sent with the next letter."
     deltas = [detokenizer.push([i]) for i in ids_of(text)]
