@@ -64,7 +64,6 @@ class _Pulling:
 
     message: wire.Decode
     ticket: Ticket
-    peer: AgentCard
     started: float
     last: int = -1  # number of the pull that fetches the rest
 
@@ -182,11 +181,10 @@ class DecodeService:
         except TicketError as error:
             self._fail(key, "pull", str(error))
             return
-        peer = self._peer_of(ticket)
-        if peer is None:
+        if self._peer_of(ticket) is None:
             self._outbox.put(opened.link, wire.UnknownPeer(*key, ticket.worker_id, ticket.epoch))
             return
-        opened.pulling = _Pulling(message, ticket, peer, now)
+        opened.pulling = _Pulling(message, ticket, now)
         self._go_on(key, opened, now)
 
     def _peer_of(self, ticket: Ticket) -> AgentCard | None:
@@ -286,7 +284,11 @@ class DecodeService:
             return
         if intake.missing:
             assert pulling.last < 0
-            pulling.last = self._pull(key, opened, pulling.ticket, pulling.peer, intake.missing)
+            peer = self._peer_of(pulling.ticket)
+            if peer is None:  # forgotten since: a pull would make the transport know it again
+                self._fail(key, "pull", f"{pulling.ticket.worker_id} is gone")
+                return
+            pulling.last = self._pull(key, opened, pulling.ticket, peer, intake.missing)
             return
         assert not intake.lost
         message = pulling.message

@@ -652,6 +652,17 @@ def test_a_peer_is_forgotten_once_its_reads_are_over(pair: Pair) -> None:
     pair.check_idle()
 
 
+def test_a_peer_that_was_forgotten_is_not_met_again_by_a_last_pull(pair: Pair) -> None:
+    pair.computing(LONG)
+    _, key = pair.part()
+    answer = finish(pair)
+    assert pair.d.say(pair.decode(LONG, answer), wire.Forget("p", 7)) == []
+    assert "p is gone" in failure(pair.arrive(key), "pull")
+    assert not pair.d.puller.known
+    pair.p.say(wire.Release(answer.ticket_id))
+    pair.check_idle()
+
+
 def test_an_old_epoch_that_is_gone_takes_nothing_of_the_new_one(pair: Pair) -> None:
     new = Box("p", epoch=8)
     pair.d.say(wire.Peer(pair.p.card), wire.Peer(new.card), wire.Forget("p", 7))
