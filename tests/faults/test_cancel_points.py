@@ -1,9 +1,9 @@
 """A client goes away at each point of its request's life: both sides are idle at once.
 
-Shows B004, B006 and B007. The request is held exactly at the point, by a gate; its client only closes its socket; then the
-gate opens. Idle means: the router knows of no request, nothing runs or waits at either worker, and
-no block is active, leased or in quarantine. That must hold within two engine steps of each side and
-half a second, although leases last 30 s: nothing may wait for one.
+Shows B004, B006 and B007. The request is held exactly at the point, by a gate; its client only
+closes its socket; then the gate opens. Idle means: the router knows of no request, nothing runs or
+waits at either worker, and no block is active, leased or in quarantine. That must hold within two
+engine steps of each side and half a second, although leases last 30 s: nothing may wait for one.
 """
 
 import asyncio
