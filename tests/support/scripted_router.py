@@ -88,9 +88,13 @@ class Router:
             self._decode(request, b"")
             return
         request.stage = "reserving"
-        ids = pack_ids(request.so_far)
-        left = self._left_ms(request)
-        self._send(d, wire.Reserve(request.name, request.attempt, ids, deadline_ms=left))
+        self.reserve(request)
+
+    def reserve(self, request: Request) -> None:
+        """Ask D for room."""
+        assert request.d is not None
+        ids, left = pack_ids(request.so_far), self._left_ms(request)
+        self._send(request.d, wire.Reserve(request.name, request.attempt, ids, deadline_ms=left))
 
     def cancel(self, request: Request, stage: str = "cancelled") -> None:
         """The client has gone, or the deadline has passed."""
@@ -411,11 +415,8 @@ class World:
 
     def move(self, pulls: bool = True) -> bool:
         """All that is under way arrives, pulls end well, every engine makes a step."""
-        moved = False
+        moved = self.deliver_to_boxes()
         for pipe in self.live:
-            while pipe.to_box:
-                self.to_box(pipe)
-                moved = True
             while pipe.to_router:
                 self.to_router(pipe)
                 moved = True
@@ -429,6 +430,15 @@ class World:
             if box.engine.has_work:
                 self.step(box)
                 moved = moved or not box.engine.stalled
+        return moved
+
+    def deliver_to_boxes(self) -> bool:
+        """All that is under way to workers arrives; whether there was anything."""
+        moved = False
+        for pipe in self.live:
+            while pipe.to_box:
+                self.to_box(pipe)
+                moved = True
         return moved
 
     def check_ledger(self) -> None:
