@@ -117,9 +117,16 @@ class RemoteProducer:
         self._call("close", [], 0)
 
     def signal(self, number: int) -> None:
-        """Nothing when it has ended."""
+        """Nothing when it has ended. After SIGSTOP each of its threads stands still."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, number)
+        end = time.monotonic() + PATIENCE_S
+        while number == signal.SIGSTOP and not self._stands_still():
+            assert time.monotonic() < end
+
+    def _stands_still(self) -> bool:
+        stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def ended(self, timeout_s: float) -> bool:
         """Wait for the end of the process; whether it came."""
