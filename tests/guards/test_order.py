@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from router import wire
-from tests.support.scripted_router import Request, Router, World
+from tests.support.scripted_router import Request, Router
+from tests.support.scripted_world import World
 from tests.support.worker_box import LEASE_S, Box
 
 ROUNDS = 60
@@ -51,7 +52,7 @@ def test_nobody_holds_kv_at_p_while_waiting_for_room_at_d(guarded: bool) -> None
     world = World()
     p, d = world.add_box(Box("p", 1, blocks=6)), world.add_box(Box("d", 2, blocks=6))
     first = world.add_router("first")
-    second = Router("second", world) if guarded else PrefillFirst("second", world)
+    second = (Router if guarded else PrefillFirst)("second", world.clock)
     world.routers.append(second)
     for box in world.boxes:
         world.connect(second, box)

@@ -12,7 +12,8 @@ import pytest
 from router import wire
 from services.engine.sequence import SamplingParams
 from tests.support.fake_runner import naive
-from tests.support.scripted_router import Request, Router, World
+from tests.support.scripted_router import Request, Router
+from tests.support.scripted_world import World
 from tests.support.worker_box import BLOCK, MAX_LEN, Box, decode, prefill, reserve
 
 NEVER = float("inf")

@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from router import wire
 from services.engine.sequence import SamplingParams
 from tests.support.fake_runner import check_states, naive
-from tests.support.scripted_router import Request, Router, World
+from tests.support.scripted_router import Request, Router
+from tests.support.scripted_world import World
 from tests.support.worker_box import LEASE_S, MAX_LEN, Box
 
 INDEX = st.integers(0, 99)
