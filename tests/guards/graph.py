@@ -9,8 +9,9 @@ from pathlib import Path
 
 from router import wire
 from router.config import RouterConfig, RouterSettings
-from router.dispatch import Dispatcher, GenRequest
+from router.dispatch import Dispatcher
 from router.errors import RequestError
+from router.job import GenRequest
 from services.engine.config import EngineConfig
 from services.settings import WorkerSettings
 from services.worker import Worker

@@ -131,6 +131,8 @@ class Memory:
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        self.num_blocks = region.num_blocks
+        self.span_bytes = region.span_bytes
         self.check_trailers = self.check_seals = self.check_epochs = True
         self._expected: dict[int, Stamp] = {}
 
@@ -138,10 +140,6 @@ class Memory:
         for index, local in pairs:
             remote, generation = ticket.block_ids[index], ticket.generations[index]
             self._expected[local] = Stamp(ticket.epoch, generation, remote)
-
-    @property
-    def span_bytes(self) -> int:
-        return self.region.span_bytes
 
     def clear(self, blocks: Sequence[int]) -> None:
         self.region.clear(blocks)

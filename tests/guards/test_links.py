@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,15 @@ PING_S = 0.05
 
 def change_a_token(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One bit of one token, in the middle of an answer, changes on its way to the router."""
-    process = Link._process
+    process, middle = Link._process, MAX_TOKENS // 2
     changed: list[int] = []
 
     def process_changed(self: Link, body: bytes) -> None:
         message, number = wire.unpack(body)
-        middle = isinstance(message, wire.Tokens) and message.first_index == MAX_TOKENS // 2
-        if middle and not changed:
-            changed.append(message.ids[0] ^ 1)  # type: ignore[union-attr]
-            tokens = wire.Tokens(
-                message.request, message.attempt, message.first_index, (changed[0],), message.finish
-            )  # type: ignore[union-attr]
-            body = wire.encode(tokens, number)[4:-4] + body[-4:]
+        if isinstance(message, wire.Tokens) and message.first_index == middle and not changed:
+            changed.append(message.ids[0] ^ 1)
+            other = replace(message, ids=tuple(changed))
+            body = wire.encode(other, number)[4:-4] + body[-4:]
         process(self, body)
 
     monkeypatch.setattr(Link, "_process", process_changed)

@@ -57,7 +57,7 @@ def test_nobody_holds_kv_at_p_while_waiting_for_room_at_d(guarded: bool) -> None
     for box in world.boxes:
         world.connect(second, box)
 
-    asked = []
+    asked: list[tuple[Router, Request]] = []
     for router in (second, first):
         one = Request(router.name.encode(), [3] * LENGTH, wire.Sampling(max_tokens=4), float("inf"))
         one.ids[0] = len(asked)

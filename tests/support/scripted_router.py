@@ -51,6 +51,11 @@ class Request:
         return [*self.ids, *self.tokens]
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has something at the workers."""
+        return self.stage in ("reserving", "prefilling", "decoding")
+
+    @property
     def is_over(self) -> bool:
         return self.stage in ("done", "cancelled", "late")
 
@@ -109,9 +114,8 @@ class Router:
     def lost(self, box: Box) -> None:
         """The connection to a box is gone: what was open there is tried again."""
         for request in list(self.requests.values()):
-            if request.is_over or request.stage == "queued":
-                continue
-            if request.d is box or (request.p is box and request.stage != "decoding"):
+            waits_for_p = request.p is box and request.stage != "decoding"
+            if request.is_open and (request.d is box or waits_for_p):
                 self._fail(request, "lost")
 
     def gone(self, box: Box) -> None:
@@ -132,8 +136,8 @@ class Router:
         if isinstance(message, wire.Load | wire.Expired):
             return
         request = self.requests.get(message.request)  # type: ignore[union-attr]
-        stale = request is None or request.is_over or request.stage == "queued"
-        if stale or message.attempt != request.attempt:  # type: ignore[union-attr]
+        attempt = message.attempt  # type: ignore[union-attr]
+        if request is None or not request.is_open or attempt != request.attempt:
             self._refuse(box, message)
             return
         match message:

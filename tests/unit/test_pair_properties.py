@@ -39,7 +39,8 @@ def serve(
     """Begin each request where there is a turn, again when it failed, until all are over. Returns
     the most rounds that went by without an end of one; fails when these are more than patience.
     """
-    todo, open_ones, longest, still = list(asked)[::-1], [], 0, 0
+    open_ones: list[tuple[Router, Request]] = []
+    todo, longest, still = list(asked)[::-1], 0, 0
     turn = 0
     while todo or open_ones:
         while todo and len(open_ones) < concurrency:

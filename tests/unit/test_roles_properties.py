@@ -25,7 +25,6 @@ INDEX = st.integers(0, 99)
 POOL = 9  # 8 usable: two longest requests and a bit
 MOST_OPEN = 6
 NEVER = float("inf")
-BUSY = ("reserving", "prefilling", "decoding")
 EVENTS = [
     *3 * ["ask"], *5 * ["all_goes_on"], "to_box", "to_router", "step",
     *3 * ["pull_arrives"], "pull_fails", "pull_is_given_up", "pull_settles",
@@ -78,9 +77,14 @@ class HandOffs(RuleBasedStateMachine):
     def router(self, index: int) -> Router:
         return self.world.routers[index % len(self.world.routers)]
 
-    def requests(self, *stages: str) -> list[tuple[Router, Request]]:
-        everybody = [(r, q) for r in self.world.routers for q in r.requests.values()]
-        return [(r, q) for r, q in everybody if not stages or q.stage in stages]
+    def requests(self) -> list[tuple[Router, Request]]:
+        return [(r, one) for r in self.world.routers for one in r.requests.values()]
+
+    def busy(self) -> list[tuple[Router, Request]]:
+        return [(router, one) for router, one in self.requests() if one.is_open]
+
+    def queued(self) -> list[tuple[Router, Request]]:
+        return [(router, one) for router, one in self.requests() if one.stage == "queued"]
 
     def pulls(self, told: bool) -> list[tuple[Box, bytes]]:
         return [(box, key) for box in self.world.boxes for key in box.puller.keys(told)]
@@ -96,7 +100,7 @@ class HandOffs(RuleBasedStateMachine):
             self.check()
 
     def ask(self, index: int, which: int) -> None:
-        if len(self.requests(*BUSY, "queued")) >= MOST_OPEN:
+        if len(self.busy()) + len(self.queued()) >= MOST_OPEN:
             return
         sampling = wire.Sampling(max_tokens=1 + which % 12)
         deadline = self.world.now + (4.0 if which % 5 == 0 else NEVER)
@@ -156,13 +160,13 @@ class HandOffs(RuleBasedStateMachine):
             [(box, key) for box in self.world.boxes for key in box.puller.keys(True)], index
         )
         if pull is not None:
-            self.world.settle(*pull)
+            self.world.settle(pull[0], pull[1])
 
     def again(self, index: int, which: int) -> None:
         """What has failed is begun anew, by one decode worker alone now and then."""
-        queued = pick(self.requests("queued"), index)
+        queued = pick(self.queued(), index)
         if queued is not None:
-            self.start(*queued, which % 2, local=which % 3 == 0)
+            self.start(queued[0], queued[1], which % 2, local=which % 3 == 0)
 
     def start(self, router: Router, request: Request, d: int, local: bool) -> None:
         if self.ds[d] in router.pipes and (local or self.p in router.pipes):
@@ -174,12 +178,12 @@ class HandOffs(RuleBasedStateMachine):
     # --- what goes wrong ---
 
     def cancel(self, index: int, _: int) -> None:
-        busy = pick(self.requests(*BUSY), index)
+        busy = pick(self.busy(), index)
         if busy is not None:
             busy[0].cancel(busy[1])
 
     def ask_for_news(self, index: int, _: int) -> None:
-        busy = pick(self.requests(*BUSY), index)
+        busy = pick(self.busy(), index)
         if busy is not None:
             busy[0].check(busy[1])
 
@@ -236,16 +240,14 @@ class HandOffs(RuleBasedStateMachine):
         for box in list(self.world.boxes):
             if box.roles.state == "draining":
                 self.replace(box)
-        for turn in range(60):
+        for turn in range(60):  # seconds: longer than the leases of routers that are gone
             self.world.settle_down()
             self.check()
-            left = self.requests("queued")
-            if not left:
+            if all(request.is_over for _, request in self.requests()):
                 break
             self.world.pass_time(1.0)
-            for router, request in left:
-                if request.stage == "queued":
-                    router.begin(request, self.p, self.ds[turn % 2])
+            for router, request in self.queued():
+                router.begin(request, self.p, self.ds[turn % 2])
         assert all(request.is_over for _, request in self.requests()), "a request hangs"
         self.world.settle_down()
         self.world.pass_time(LEASE_S)
