@@ -13,7 +13,7 @@ class RouterConfig:
     max_queue: int = 256  # requests that wait for a pair; the next one gets 429
     max_bypass: int = 16  # later requests that may overtake one that waits for more room
     queue_timeout_s: float = 60.0  # longest wait for a pair, then 429
-    comeback_s: float = 1.5  # a request that has begun waits so long for a worker to come back
+    comeback_s: float = 1.5  # how long requests wait for workers that were lost to come back
     request_timeout_s: float = 600.0  # from arrival to the last token, then 504
     first_token_status_s: float = 10.0  # a stream's status line waits so long for the first token
     keep_alive_s: float = 15.0  # silence in a stream after which a comment is sent; 0: never

@@ -16,7 +16,9 @@ one ``finally`` aborts what is open at the workers and releases the ticket.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -69,6 +71,8 @@ class Dispatcher:
         self._discover = discover
         self._jobs: set[Job] = set()
         self._closing = False
+        self._some_pair = asyncio.Event()  # set while a pair is usable ...
+        self._no_pair_since = -math.inf  # ... and when there was none any more, in loop time
         self._turn = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -130,6 +134,7 @@ class Dispatcher:
 
     async def generate(self, request: GenRequest) -> AsyncGenerator[Chunk, None]:
         """The answer, as it is made. Raises RequestError; closing it early cancels everywhere."""
+        await self._wait_for_comeback()
         verdict = admit(
             len(request.ids),
             request.max_tokens,
@@ -262,6 +267,14 @@ class Dispatcher:
             "to go on" if recompute else "as no prefill worker is there",
         )  # fmt: skip
 
+    async def _wait_for_comeback(self) -> None:
+        """Wait for a usable pair if there was one a moment ago: it may only be reconnecting."""
+        if self._some_pair.is_set():
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._no_pair_since + self.config.comeback_s):
+                await self._some_pair.wait()
+
     def _view(self) -> View:
         return self.table.view(self.prover.proven)
 
@@ -273,6 +286,11 @@ class Dispatcher:
             if job.failed:
                 job.forgive(self._is_usable)
         self.prover.refresh()
+        if self.ready:
+            self._some_pair.set()
+        elif self._some_pair.is_set():
+            self._some_pair.clear()
+            self._no_pair_since = asyncio.get_running_loop().time()
         self.queue.serve()
 
     def _is_usable(self, key: Key) -> bool:

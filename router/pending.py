@@ -104,7 +104,7 @@ class Queue:
     def _fail_hopeless(self, places: list[_Place]) -> None:
         """End the wait of those that no worker of now could ever serve.
 
-        A request that has begun waits for a moment: its worker may only be reconnecting.
+        Not at once: their workers may only be reconnecting.
         """
         loop = asyncio.get_running_loop()
         waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
@@ -112,23 +112,17 @@ class Queue:
         for index, place in enumerate(places):
             if index not in lost:
                 place.gives_up_at = None
-            elif not place.job.demand.recompute:
-                self._give_up(place)
             elif place.gives_up_at is None:
                 place.gives_up_at = loop.time() + self._config.comeback_s
-                loop.call_at(place.gives_up_at, self._give_up_late, place)
-        self._places = [place for place in self._places if not place.granted.done()]
+                loop.call_at(place.gives_up_at, self._give_up, place)
 
-    def _give_up_late(self, place: _Place) -> None:
+    def _give_up(self, place: _Place) -> None:
         """Its time is over, unless a worker has come back meanwhile."""
         now = asyncio.get_running_loop().time()
         if place in self._places and place.gives_up_at is not None and place.gives_up_at <= now:
-            self._give_up(place)
             self._places.remove(place)
-
-    def _give_up(self, place: _Place) -> None:
-        advice = place.job.problem or "try again"
-        _fail(place, f"no worker is left that could serve this; {advice}")
+            advice = place.job.problem or "try again"
+            _fail(place, f"no worker is left that could serve this; {advice}")
 
 
 def _fail(place: _Place, reason: str) -> None:

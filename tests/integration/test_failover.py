@@ -603,7 +603,7 @@ def test_paused_prefill_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         ps, (d,) = pool("prefill", 2), pool("decode", 1)
-        async with serving(*ps, d) as dispatcher:
+        async with serving(*ps, d, comeback_s=0.2) as dispatcher:
             for p in ps:
                 p.freeze()
             async with asyncio.timeout(2):
@@ -994,6 +994,32 @@ def test_connections_that_come_back_count_less_but_not_for_ever(times: int) -> N
             assert dispatcher.state()["requests"]["causes"] == {"decode lost": times}
             await all_proven(dispatcher)
             assert text(await collect(dispatcher, request(5))) == "01234"
+            await all_idle(dispatcher, p, d)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("when", ["waiting", "new"])
+def test_a_request_that_finds_nobody_waits_for_them_to_come_back(when: str) -> None:
+    """A pair that only reconnects refuses nobody: not those in the queue, and not the next one."""
+
+    async def scenario() -> None:
+        p, d = FakeWorker("prefill", "P", max_num_seqs=1), FakeWorker("decode", "D", max_num_seqs=1)
+        async with serving(p, d, comeback_s=5) as dispatcher:
+            tasks = []
+            if when == "waiting":
+                d.gate = asyncio.Event()
+                tasks = [asyncio.create_task(collect(dispatcher, request())) for _ in range(3)]
+                await d.until(lambda: dispatcher.state()["requests"]["queued"])
+            for record in dispatcher.table.workers.values():
+                assert record.link is not None
+                record.link.close("as scripted")
+            assert not dispatcher.ready
+            tasks.append(asyncio.create_task(collect(dispatcher, request())))
+            await asyncio.sleep(0)
+            d.gate = None
+            answers = [text(chunks) for chunks in await asyncio.gather(*tasks)]
+            assert set(answers) == {"01234"}
             await all_idle(dispatcher, p, d)
 
     run(scenario)
