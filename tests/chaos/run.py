@@ -47,9 +47,9 @@ TRANSPORTS = {
     "tcp": ("--transport", "tcp"),
 }
 TOKEN_BUDGET = 64  # several chunks of most prompts
-PULL_FAULTS = "drop=0.01,delay=0.05,duplicate=0.03,corrupt=0.03,reorder=0.03,delay_s=0.7"
+PULL_FAULTS = "drop=0.006,delay=0.03,duplicate=0.01,corrupt=0.01,reorder=0.01,delay_s=0.7"
 # A message that is lost, doubled, damaged or out of order ends its connection.
-LINK_FAULTS = "drop=0.0005,delay=0.005,duplicate=0.0005,corrupt=0.0005,reorder=0.0005,delay_s=0.3"
+LINK_FAULTS = "drop=3e-4,delay=3e-3,duplicate=3e-4,corrupt=3e-4,reorder=3e-4,delay_s=0.3"
 SIZES = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--token-budget", str(TOKEN_BUDGET)),
     *("--threads", "1"),
