@@ -149,16 +149,12 @@ class HandOffs(RuleBasedStateMachine):
         self.pull_ends(index, "late")
 
     def pull_ends(self, index: int, how: str) -> None:
-        pull = pick(
-            [(box, key) for box in self.world.boxes for key in box.puller.keys(False)], index
-        )
+        pull = pick(self.pulls(told=False), index)
         if pull is not None:
-            self.world.pull_ends(*pull, how)
+            self.world.pull_ends(pull[0], pull[1], how)
 
     def pull_settles(self, index: int, _: int) -> None:
-        pull = pick(
-            [(box, key) for box in self.world.boxes for key in box.puller.keys(True)], index
-        )
+        pull = pick(self.pulls(told=True), index)
         if pull is not None:
             self.world.settle(pull[0], pull[1])
 
