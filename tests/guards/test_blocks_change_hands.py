@@ -24,7 +24,7 @@ WAIT_S = 20.0
 def test_late_bytes_of_an_aborted_pull_reach_nobody(
     guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B001: quarantine. The client has gone in the middle of its pull; the blocks look free, but
+    """B003: quarantine. The client has gone in the middle of its pull; the blocks look free, but
     the read is still under way when another prompt is computed in them.
     """
     if not guarded:  # an abort frees at once
