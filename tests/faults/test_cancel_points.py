@@ -248,7 +248,7 @@ async def cut_often(folder: Path, transport: str, count: int) -> dict[str, tuple
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_cancel_at_each_point(tmp_path: Path, full: bool, transport: str) -> None:
-    worst = asyncio.run(cut_often(model_folder(tmp_path), transport, 200 if full else 12))
+    worst = asyncio.run(cut_often(model_folder(tmp_path), transport, 200 if full else 6))
     print(f"\nworst of each point over {transport}:")
     for name, (seconds, steps) in worst.items():
         print(f"  {name:<22} {seconds * 1000:6.0f} ms  {steps} steps")

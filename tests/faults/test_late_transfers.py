@@ -80,7 +80,7 @@ def test_abort_in_flight_then_reuse(tmp_path: Path, full: bool, cause: str) -> N
     """B003: bytes of an aborted or stalled pull land late, never in another request's blocks."""
     settings = {"pull_stall_s": 0.1} if cause == "stall" else {}
     folder = model_folder(tmp_path)
-    asyncio.run(abort_and_reuse(folder, 100 if full else 12, **settings))
+    asyncio.run(abort_and_reuse(folder, 100 if full else 5, **settings))
 
 
 # --- B005 -----------------------------------------------------------------------------------------
@@ -126,7 +126,9 @@ async def cut_one_in_three(folder: Path, transport: str, seconds: float) -> None
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
 def test_completions_of_the_departed(tmp_path: Path, full: bool, transport: str) -> None:
     """B005: late, doubled and reordered completions of aborted requests are counted, not fatal."""
-    asyncio.run(cut_one_in_three(model_folder(tmp_path), transport, 300 if full else 5))
+    if transport == "nixl" and not full:
+        pytest.skip("only in the full form")
+    asyncio.run(cut_one_in_three(model_folder(tmp_path), transport, 300 if full else 3))
 
 
 # --- B002, B001 -----------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ async def besieged(folder: Path, transport: str, seconds: float) -> None:
 def test_strangers_at_the_workers_ports(tmp_path: Path, full: bool, transport: str) -> None:
     """B023, B098: endpoint, KV pool and HTTP ports of a deployment under load."""
     folder = model_folder(tmp_path, replace(TINY, max_model_len=256))
-    asyncio.run(besieged(folder, transport, 60 if full else 3))
+    asyncio.run(besieged(folder, transport, 60 if full else 1))
 
 
 # --- code -----------------------------------------------------------------------------------------
