@@ -152,6 +152,8 @@ class Router:
             case wire.UnknownPeer() if request.ticket is not None:
                 self._introduce(request, again=True)
                 self._decode(request, request.packed)
+            case wire.UnknownPeer():  # and the one who could be introduced has gone
+                self._fail(request, "lost")
             case wire.Pulled():
                 self._release(request)
             case wire.Tokens() if request.stage == "decoding":
