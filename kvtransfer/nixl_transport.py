@@ -2,7 +2,7 @@
 
 The only file that imports nixl. An agent is named by worker id and epoch, so a restarted worker is
 another agent. Both pools are described once, as lists of blocks; a read then names blocks by their
-index, and NIXL joins neighbours.
+index, and NIXL joins neighbours. Seals are read all at once (:mod:`kvtransfer.seal_windows`).
 
 **A read is settled only by DONE, by a disconnected remote, or by the end of our agent.** After any
 other error bytes may still land: such a read is logged and never reported, so its blocks stay in
@@ -19,15 +19,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from kvtransfer.errors import PeerGone, TransportError
-from kvtransfer.layout import SEAL_BYTES
 from kvtransfer.region import Region
+from kvtransfer.seal_windows import NUM_WINDOWS, WINDOW_ROWS, SealWindows
 from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Completion, Part, Status, check_blocks, check_peer
 
@@ -49,7 +49,9 @@ _environment = threading.Lock()
 @dataclass
 class _Peer:
     agent: str  # its name in NIXL
+    num_blocks: int
     sides: dict[Part, int]  # prepared lists of its blocks
+    windows: tuple[int, int] | None  # prepared lists: windows here, and all its seals as one piece
     finished: int = 0  # posts whose bytes are here
 
 
@@ -57,7 +59,9 @@ class _Peer:
 class _Read:
     peer: tuple[str, int]
     source: _Peer
-    handles: list[int]  # NIXL's, those that are not over
+    blocks: Sequence[tuple[int, int]]
+    window: int | None = None  # where seals arrive, unless it is the staging array
+    handles: list[int] = field(default_factory=list)  # NIXL's, those that are not over
     failure: str = ""
 
 
@@ -93,6 +97,8 @@ class NixlTransport:
         with _environ(settings):
             self._nixl, self._agent = self._create_agent()
         self._region: Region | None = None
+        self._windows: SealWindows | None = None
+        self._segment: Any = None
         self._registered: Any = None
         self._sides: dict[Part, int] = {}
         self._peers: dict[tuple[str, int], _Peer] = {}
@@ -123,10 +129,12 @@ class NixlTransport:
         on_host = region.spans.device.type == "cpu"
         segment = self._nixl.DRAM_SEG if on_host else self._nixl.VRAM_SEG
         device = max(region.spans.get_device(), 0)
-        tensors = (region.spans, region.seals, region.staging)
+        windows = SealWindows(region)
+        tensors = (region.spans, region.seals, region.staging, windows.rows)
         areas = [(t.data_ptr(), t.numel() * t.element_size(), device, "") for t in tensors]
         spans, seals, staging = (
-            (address, num_bytes // region.num_blocks, device) for address, num_bytes, *_ in areas
+            (address, num_bytes // region.num_blocks, device)
+            for address, num_bytes, *_ in areas[:3]
         )
         try:
             self._registered = self._nixl.nixlRegDList(segment, areas)
@@ -143,7 +151,7 @@ class NixlTransport:
             }
         except Exception as error:
             raise self._failure(f"register {region.num_blocks} blocks", error) from error
-        self._region = region
+        self._region, self._windows, self._segment = region, windows, segment
         metadata: bytes = msgpack.packb(fields)
         return metadata
 
@@ -170,9 +178,10 @@ class NixlTransport:
             sides = {
                 part: self._prepare(agent, rows[part], peer.num_blocks, segment) for part in Part
             }
+            windows = self._prepare_windows(agent, rows[Part.SEALS], peer.num_blocks, segment)
         except Exception as error:
             raise self._failure(f"reach {peer.worker_id}", error) from error
-        self._peers[key] = _Peer(agent, sides)
+        self._peers[key] = _Peer(agent, peer.num_blocks, sides, windows)
 
     def pull(self, peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
         """Post a READ. Over shared memory the copy runs in here."""
@@ -183,9 +192,10 @@ class NixlTransport:
         if known is None or self._region is None:
             raise TransportError(f"{peer.worker_id} is not connected over nixl")
         check_blocks(blocks, peer.num_blocks, self._region.num_blocks)
-        handles = self._prepare_reads(known, part, blocks)
+        read = _Read(key, known, blocks)
+        self._prepare_read(read, part)
         self._next_handle += 1
-        read = self._reads[self._next_handle] = _Read(key, known, handles)
+        self._reads[self._next_handle] = read
         self._follow(read, self._agent.postXferReq)
         return self._next_handle
 
@@ -196,6 +206,7 @@ class NixlTransport:
             self._follow(read, self._agent.getXferStatus)
             if not read.handles:
                 del self._reads[number]
+                self._leave_window(read)
                 status = Status.FAILED if read.failure else Status.DONE
                 completions.append(Completion(number, status, read.failure))
         return completions
@@ -217,7 +228,7 @@ class NixlTransport:
         known = self._peers.pop(key, None)
         if known is None:
             return
-        for side in known.sides.values():
+        for side in (*known.sides.values(), *(known.windows or ())):
             _quietly("release a peer's blocks", self._agent.releasedDlistH, side)
         _quietly("remove a peer", self._agent.invalidateRemoteMD, known.agent)
 
@@ -229,7 +240,8 @@ class NixlTransport:
         for read in self._reads.values():
             for handle in read.handles:
                 _quietly("release a read", agent.releaseXferReq, handle)
-        sides = [side for peer in self._peers.values() for side in peer.sides.values()]
+        peers = self._peers.values()
+        sides = [s for peer in peers for s in (*peer.sides.values(), *(peer.windows or ()))]
         for side in [*sides, *self._sides.values()]:
             _quietly("release a list of blocks", agent.releasedDlistH, side)
         if self._registered is not None:
@@ -237,34 +249,63 @@ class NixlTransport:
         self._reads.clear()
         self._peers.clear()
         self._sides.clear()
-        self._registered = self._region = self._agent = None
+        self._registered = self._region = self._windows = self._agent = None
         del agent  # the last reference: it is destroyed here
 
-    def _prepare(self, agent: str, rows: tuple[int, ...], num_blocks: int, segment: Any) -> int:
-        """A prepared list of ``num_blocks`` neighbours; ``rows``: first address, bytes, device."""
+    def _prepare(
+        self,
+        agent: str,
+        rows: tuple[int, ...],
+        num_rows: int,
+        segment: Any,
+        used: int | None = None,
+    ) -> int:
+        """A prepared list of neighbours; ``rows``: first address, bytes, device.
+
+        ``used``: how many bytes of each row, if not all.
+        """
         address, num_bytes, device = rows
         # As (address, length, device) rows: NIXL's own serialised lists are pickles.
-        descriptors = np.empty((num_blocks, 3), dtype=np.uint64)
-        descriptors[:, 0] = address + num_bytes * np.arange(num_blocks, dtype=np.uint64)
-        descriptors[:, 1] = num_bytes
+        descriptors = np.empty((num_rows, 3), dtype=np.uint64)
+        descriptors[:, 0] = address + num_bytes * np.arange(num_rows, dtype=np.uint64)
+        descriptors[:, 1] = used or num_bytes
         descriptors[:, 2] = device
         areas = self._nixl.nixlXferDList(segment, descriptors)
         handle: int = self._agent.prepXferDlist(agent, areas, [])
         return handle
 
-    def _prepare_reads(
-        self, peer: _Peer, part: Part, blocks: Sequence[tuple[int, int]]
-    ) -> list[int]:
-        """NIXL requests for ``(remote block, local block)`` pairs, not posted yet."""
+    def _prepare_windows(
+        self, agent: str, seals: tuple[int, ...], num_blocks: int, segment: Any
+    ) -> tuple[int, int] | None:
+        """The lists for reading all seals of a peer at once; None when it has too many."""
+        assert self._windows is not None
+        if num_blocks > WINDOW_ROWS:
+            return None
+        address, row_bytes, device = seals
+        used = num_blocks * row_bytes
+        here = self._windows.rows
+        rows = (here.data_ptr(), here[0].nbytes, max(here.get_device(), 0))
+        own = self._nixl.NIXL_INIT_AGENT
+        return (
+            self._prepare(own, rows, NUM_WINDOWS, self._segment, used),
+            self._prepare(agent, (address, used, device), 1, segment),
+        )
+
+    def _prepare_read(self, read: _Read, part: Part) -> None:
+        """NIXL requests for the blocks of a read, not posted yet."""
         assert self._region is not None
-        remote, local = np.array(blocks, dtype=np.int32).T.copy()
-        row_bytes = self._region.span_bytes if part is Part.KV else SEAL_BYTES
-        step = max(1, _POST_BYTES // row_bytes)
-        ours, theirs = self._sides[part], peer.sides[part]
-        handles: list[int] = []
+        assert self._windows is not None
+        remote, local = np.array(read.blocks, dtype=np.int32).T.copy()
+        ours, theirs = self._sides[part], read.source.sides[part]
+        step = max(1, _POST_BYTES // self._region.span_bytes) if part is Part.KV else len(local)
+        if part is Part.SEALS and read.source.windows is not None:
+            read.window = self._windows.take(read.source.num_blocks)
+        if read.window is not None and read.source.windows is not None:
+            ours, theirs = read.source.windows
+            local, remote = np.array([[read.window], [0]], dtype=np.int32)
         try:
-            for i in range(0, len(blocks), step):
-                handles.append(
+            for i in range(0, len(local), step):
+                read.handles.append(
                     self._agent.makeXferReq(
                         self._nixl.NIXL_READ,
                         ours,
@@ -274,10 +315,20 @@ class NixlTransport:
                     )
                 )
         except Exception as error:
-            for handle in handles:
+            for handle in read.handles:
                 _quietly("release a read", self._agent.releaseXferReq, handle)
-            raise self._failure(f"prepare a read from {peer.agent}", error) from error
-        return handles
+            read.failure = "not posted"
+            self._leave_window(read)
+            raise self._failure(f"prepare a read from {read.source.agent}", error) from error
+
+    def _leave_window(self, read: _Read) -> None:
+        """The read is settled: what came into its window goes on to the staging array."""
+        if read.window is None:
+            return
+        assert self._windows is not None
+        if not read.failure:
+            self._windows.deliver(read.window, read.blocks)
+        self._windows.give_back(read.window)
 
     def _follow(self, read: _Read, ask: Callable[[int], Any]) -> None:
         """Post a read's requests or ask for their state; drop those that are settled."""

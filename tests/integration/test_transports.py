@@ -553,6 +553,22 @@ def test_a_transport_that_does_not_settle_is_replaced() -> None:
         consumer.transport.close()
 
 
+def test_the_seals_of_a_large_pool_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.nixl_transport.WINDOW_ROWS", NUM_BLOCKS - 1)
+    producer = RemoteProducer("nixl", f"p-{secrets.token_hex(4)}")
+    consumer = Consumer("nixl")
+    try:
+        ticket = export(producer, [(3, 2), (9, 4), (4, 2)], seed=25)
+        consumer.start(ticket, producer.card, [(0, 20), (2, 22)])
+        assert isinstance(consumer.events(1)[0], Arrived)
+        producer.reuse([(4, 3)], seed=26)
+        consumer.start(ticket, producer.card, [(0, 20), (2, 22)])
+        assert "block 4" in failure(consumer).reason
+    finally:
+        producer.close()
+        consumer.transport.close()
+
+
 def test_what_nixl_says_when_ucx_cannot_do_what_it_is_told() -> None:
     with pytest.raises(TransportError, match=r"UCX_TLS.*'pigeon'"):
         open_transport("nixl", "p", 1, ucx_tls="pigeon")

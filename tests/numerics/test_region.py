@@ -63,7 +63,7 @@ def test_clear_makes_room_for_an_arrival() -> None:
     region.seal(EPOCH, [(1, 2), (2, 2)])
     region.staging.copy_(region.seals)
     region.kv.fill_(1.5)
-    region.clear([2])
+    region.clear((2,))  # a tuple, as a pull has it
     assert region.trailers([1, 2]) == [Stamp(EPOCH, 2, 1), Stamp(0, 0, 0)]
     assert region.staged_seals([1, 2]) == [Stamp(EPOCH, 2), Stamp(0, 0)]
     assert (region.kv == 1.5).all()

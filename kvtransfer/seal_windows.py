@@ -1,0 +1,53 @@
+"""Scratch memory in which a peer's seals arrive as one piece.
+
+The seals of a pool are small and lie in a row, but a sequence's blocks do not. Read one by one, 16
+bytes each, they would cost more than all else that a hand-off adds to its data. So all of a peer's
+seals are read as one piece into a window here, and those that were wanted are copied to the staging
+array once that is done. A window belongs to one read until it is settled. Knows no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtransfer.region import Region
+
+NUM_WINDOWS = 16
+WINDOW_ROWS = 4096  # 64 KiB of seals; those of a larger pool are read one by one
+
+
+class SealWindows:
+    """``rows`` is int64 ``[NUM_WINDOWS, WINDOW_ROWS, 2]``, on the device of the pool."""
+
+    def __init__(self, region: Region) -> None:
+        self._staging = _writable(region.staging)
+        shape = (NUM_WINDOWS, WINDOW_ROWS, 2)
+        self.rows = torch.zeros(shape, dtype=torch.int64, device=region.staging.device)
+        self._rows = _writable(self.rows)
+        self._free = list(range(NUM_WINDOWS))
+
+    def take(self, num_rows: int) -> int | None:
+        """A window with its first ``num_rows`` empty, if one is free."""
+        if not self._free:
+            return None
+        window = self._free.pop()
+        self._rows[window, :num_rows] = 0
+        return window
+
+    def give_back(self, window: int) -> None:
+        """The read into it is settled."""
+        self._free.append(window)
+
+    def deliver(self, window: int, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy ``(remote block, local block)`` seals to the staging array."""
+        remote, local = np.array(blocks).T
+        self._staging[local] = self._rows[window, remote]
+
+
+def _writable(tensor: torch.Tensor) -> Any:
+    """On the host by numpy, as in :class:`kvtransfer.region.Region`."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
