@@ -15,7 +15,7 @@ from tests.chaos.record import RIGHT, TIE, WRONG, Record
 from tests.chaos.report import NOISE, Goal, Run, fault_counts, in_health, lines, verdict
 from tests.chaos.schedule import KINDS, Fault, Kind
 
-GOAL = Goal(answers=10, each_kind=1, noise=True)
+GOAL = Goal(answers=10, right_share=0.95, each_kind=1, noise=True)
 KILL_ROUTER = next(kind for kind in KINDS if kind.name == "kill router")
 
 
@@ -133,7 +133,7 @@ def test_over_ucx_tcp_a_resumed_producer_may_abort() -> None:
 def test_noise_may_be_off() -> None:
     run = good_run()
     run.counters.clear()
-    goal = Goal(10, 1, noise=False)
+    goal = Goal(answers=10, right_share=0.95, each_kind=1, noise=False)
     assert all(check.ok for check in verdict(run, goal))
 
 
