@@ -63,11 +63,12 @@ class Options:
     seed: int = 1
     seconds: float = FULL_S
     transport: str = "nixl"
-    clients: int = 10
+    clients: int = 8
     routers: int = 2
     num_questions: int = 64
     noise: bool = True  # faults of single transfers and messages as well
     every_s: float = EVERY_S  # between faults
+    keep_logs: bool = False  # also when all is well
 
 
 def flags(options: Options) -> list[str]:
@@ -105,9 +106,10 @@ def chaos(options: Options, say: Callable[[str], None] = print) -> tuple[Run, bo
         for line in lines(run, goal(options)):
             say(line)
         passed = all(check.ok for check in verdict(run, goal(options)))
-        if not passed:
+        if not passed or options.keep_logs:
             folder = logs.keep(server)
-            say(f"seed {options.seed} over {options.transport} FAILED; logs are kept in {folder}")
+            say(f"{'passed' if passed else 'FAILED'}: seed {options.seed}, {options.transport};")
+            say(f"the server's logs are kept in {folder}")
             labels = [label(options.seed, record.number) for record in examples(run)]
             for line in logs.about(folder, labels) if folder else ():
                 say(line)
@@ -207,10 +209,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=FULL_S)
     parser.add_argument("--transport", choices=TRANSPORTS, default="nixl")
-    parser.add_argument("--clients", type=int, default=10, help="requests in flight")
+    parser.add_argument("--clients", type=int, default=8, help="requests in flight")
     parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--every-s", type=float, default=EVERY_S, help="between faults")
     parser.add_argument("--questions", dest="num_questions", type=int, default=64)
+    parser.add_argument("--keep-logs", action="store_true", help="also when all is well")
     parser.add_argument("--noise", action=argparse.BooleanOptionalAction, default=True)
     _, passed = chaos(Options(**vars(parser.parse_args())))
     return 0 if passed else 1

@@ -122,6 +122,18 @@ def test_a_reset_is_excused_by_a_router_that_was_killed_meanwhile() -> None:
     assert failed(run) == ["1 connections cut that no dead router explains"]
 
 
+def test_what_dies_with_its_router_is_not_counted_as_wrong_in_health() -> None:
+    run = good_run()
+    torn = [record(exchange.RESET, 39, 41) for _ in range(20)]
+    torn += [record(exchange.FAILED, 39, 41) for _ in range(20)]
+    run.records = [*run.records, *torn]
+    assert failed(run) == []
+    for r in torn:
+        r.reply.router = True  # an error that a router has made: that one lived
+    (only,) = failed(run)
+    assert "right while a healthy pair lived" in only
+
+
 def test_over_ucx_tcp_a_resumed_producer_may_abort() -> None:
     run = good_run()
     run.members = [*run.members, member(ended_s=3.0, resumed=True)]
