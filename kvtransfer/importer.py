@@ -16,9 +16,10 @@ owner keeps them in quarantine.
 
 A read that never settles would keep them for ever. So when one that was given up has not settled
 for ``settle_s``, or such reads hold more than a quarter of the pool, the transport is closed, which
-settles everything, and another one is built in its place. Pulls that are still wanted start again
-there; nobody hears of it but by :attr:`Importer.rebuild_count`. Peers cannot read the local pool
-meanwhile: a consumer is not read by others.
+settles everything, and another one is built in its place. UCX/TCP may abort a living producer that
+is in the middle of an answer then: so nothing is posted any more, and what still moves may end
+first. Pulls that wait for that start in the new one, without a word to anybody. Peers cannot read
+the local pool meanwhile: a consumer is not read by others.
 
 Knows no clock (time is an argument), no sockets, no tensors, no requests.
 """
@@ -35,7 +36,7 @@ from kvtransfer.transport import Completion, Part, Status, Transport
 from kvtransfer.verify import BlockMemory, first_difference
 
 _MAX_DRAINING_SHARE = 0.25  # of the pool, in reads that were given up
-_DRAINING_GRACE_S = 1.0  # a read that is merely slow settles by itself; not counted until then
+_QUIET_S = 1.0  # a read of which nothing came for so long is not about to settle by itself
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ Event = Arrived | PullFailed | PullAborted | Settled
 
 
 class PullStatus(Enum):
-    """Where a pull is, as long as a read of it is not settled."""
+    """Where a pull is, as long as its outcome is open or its read is not settled."""
 
+    WAITING = "kv not asked for"  # until the transport was replaced
     KV_IN_FLIGHT = "kv in flight"
     SEALS_IN_FLIGHT = "seals in flight"
     DRAINING = "draining"  # its outcome is told, its last read is not settled
@@ -95,7 +97,8 @@ class _Pull:
     status: PullStatus = PullStatus.KV_IN_FLIGHT
     handle: int = -1  # of the one read in flight; -1 before it was started
     moved: int = -1  # what the transport last said of its progress
-    since: float | None = None  # of the last progress, or of draining; None until the next poll
+    progress: float | None = None  # when that changed; None until the next poll
+    given_up: float | None = None  # when draining began
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -133,7 +136,8 @@ class Importer:
         self._build = build
         self._settle_s = settle_s
         self._pulls: dict[int, _Pull] = {}  # by the handle of the read in flight
-        self._live: dict[bytes, _Pull] = {}  # those of them that still owe their outcome
+        self._live: dict[bytes, _Pull] = {}  # those that owe their outcome, posted or waiting
+        self._closing = False  # nothing is posted: the transport is about to be replaced
         self._leaving: list[AgentCard] = []  # peers to forget once their reads are settled
         self._events: list[Event] = []
         self._started = 0
@@ -175,8 +179,9 @@ class Importer:
         """Give a pull up. Ignored when its outcome is decided already."""
         pull = self._live.get(key)
         if pull is not None:
-            self._tell(PullAborted(key, pull.blocks, settled=False))
-            self._drain(pull, since=None)
+            settled = pull.status is PullStatus.WAITING
+            self._tell(PullAborted(key, pull.blocks, settled))
+            self._drain(pull)
 
     def poll(self, now: float) -> list[Event]:
         """Follow the reads and the deadlines; returns what happened since the last call."""
@@ -188,9 +193,10 @@ class Importer:
                 else:
                     self._on_settled(pull, completion)
         for pull in list(self._pulls.values()):
-            self._watch(pull, now)
-        if self._must_rebuild(now):
-            self._rebuild()
+            self._note_progress(pull, now)
+        for pull in list(self._live.values()):
+            self._give_up_late(pull, now)
+        self._replace_transport(now)
         if self._leaving:
             self._forget_idle()
         events, self._events = self._events, []
@@ -204,7 +210,8 @@ class Importer:
         """Fail every pull, since the transport is closed (settled) or broken; the last events."""
         for pull in list(self._live.values()):
             del self._live[pull.key]
-            self._tell(PullFailed(pull.key, pull.blocks, reason, settled))
+            waits = pull.status is PullStatus.WAITING
+            self._tell(PullFailed(pull.key, pull.blocks, reason, settled or waits))
         if settled:
             self._settle_draining()
         self._pulls.clear()
@@ -215,7 +222,9 @@ class Importer:
         """One read per pull, one outcome per start: assert it."""
         assert all(pull.handle == handle for handle, pull in self._pulls.items())
         live = [p for p in self._pulls.values() if p.status is not PullStatus.DRAINING]
-        assert {id(p) for p in live} == {id(p) for p in self._live.values()}
+        waiting = [p for p in self._live.values() if p.status is PullStatus.WAITING]
+        assert {id(p) for p in live + waiting} == {id(p) for p in self._live.values()}
+        assert self._closing or not waiting
         assert self._started == self._told + len(self._live)
 
     # --- transitions ---
@@ -232,7 +241,10 @@ class Importer:
             self._verify(pull)
 
     def _read_kv(self, pull: _Pull) -> None:
-        """→ KV_IN_FLIGHT, from the start or again after a rebuild."""
+        """→ KV_IN_FLIGHT; or WAITING, while the transport is being replaced."""
+        if self._closing:
+            pull.status = PullStatus.WAITING
+            return
         try:
             _check_pull(pull)
             self._memory.clear(pull.blocks)
@@ -251,24 +263,27 @@ class Importer:
     def _follow(self, pull: _Pull, part: Part, status: PullStatus) -> None:
         """Post the next read of ``pull``; raises what the transport raises."""
         pull.handle = self.transport.pull(pull.peer, part, pull.reads)
-        pull.status, pull.moved, pull.since = status, -1, None
+        pull.status, pull.moved, pull.progress = status, -1, None
         self._pulls[pull.handle] = pull
 
-    def _watch(self, pull: _Pull, now: float) -> None:
-        """Note progress; give up what makes none, or is past its deadline."""
-        if pull.status is PullStatus.DRAINING:
-            pull.since = now if pull.since is None else pull.since
-            return
+    def _note_progress(self, pull: _Pull, now: float) -> None:
         moved = self.transport.moved(pull.handle)
-        if pull.since is None or moved != pull.moved:
-            pull.moved, pull.since = moved, now
+        if pull.progress is None or moved != pull.moved:
+            pull.moved, pull.progress = moved, now
+        if pull.status is PullStatus.DRAINING and pull.given_up is None:
+            pull.given_up = now
+
+    def _give_up_late(self, pull: _Pull, now: float) -> None:
+        """Fail a pull that makes no progress, or is past its deadline."""
+        settled = pull.status is PullStatus.WAITING
+        stalled = pull.progress is not None and pull.progress + self._stall_s <= now
         if pull.deadline <= now:
             reason = f"the pull's deadline passed with the {pull.status.value}"
-        elif pull.since + self._stall_s <= now:
+        elif stalled and not settled:
             reason = f"nothing arrived for {self._stall_s:g} s with the {pull.status.value}"
         else:
             return
-        self._tell(PullFailed(pull.key, pull.blocks, reason, settled=False))
+        self._tell(PullFailed(pull.key, pull.blocks, reason, settled))
         self._drain(pull, now)
 
     def _verify(self, pull: _Pull) -> None:
@@ -284,11 +299,15 @@ class Importer:
         del self._live[pull.key]
         self._tell(PullFailed(pull.key, pull.blocks, reason, settled=True))
 
-    def _drain(self, pull: _Pull, since: float | None) -> None:
-        """→ DRAINING, after the outcome was told; Settled follows from :meth:`poll`."""
-        pull.status, pull.since = PullStatus.DRAINING, since
+    def _drain(self, pull: _Pull, now: float | None = None) -> None:
+        """→ DRAINING, after the outcome was told; Settled follows from :meth:`poll`.
+
+        A pull that waits has nothing in flight: it is over.
+        """
         del self._live[pull.key]
-        self.transport.abandon(pull.handle)
+        if pull.status is not PullStatus.WAITING:
+            pull.status, pull.given_up = PullStatus.DRAINING, now
+            self.transport.abandon(pull.handle)
 
     def _tell(self, outcome: Arrived | PullFailed | PullAborted) -> None:
         self._told += 1
@@ -296,20 +315,40 @@ class Importer:
 
     # --- a transport that does not settle ---
 
-    def _must_rebuild(self, now: float) -> bool:
-        """Whether reads that were given up hold too much, or too long."""
+    def _replace_transport(self, now: float) -> None:
+        """Begin to, and do it once nothing moves any more; or go on when all has settled."""
+        due = self._must_replace(now)
+        if due and self._is_quiet(now):
+            self._rebuild()
+        elif self._closing and not due:
+            self._closing = False
+            self._start_waiting()
+        else:
+            self._closing = due
+
+    def _must_replace(self, now: float) -> bool:
+        """Whether reads that were given up, and do not move, hold too much or for too long."""
         if self._build is None:
             return False
         draining = [
-            (pull.since, len(pull.pairs))
+            (pull.given_up, len(pull.pairs))
             for pull in self._pulls.values()
             if pull.status is PullStatus.DRAINING
-            and pull.since is not None
-            and pull.since + _DRAINING_GRACE_S <= now
+            and pull.given_up is not None
+            and pull.given_up + _QUIET_S <= now
         ]
         num_blocks = sum(blocks for _, blocks in draining)
         return num_blocks > _MAX_DRAINING_SHARE * self._memory.num_blocks or any(
-            since + self._settle_s <= now for since, _ in draining
+            given_up + self._settle_s <= now for given_up, _ in draining
+        )
+
+    def _is_quiet(self, now: float) -> bool:
+        """Whether only reads are left that were given up and of which nothing comes."""
+        return all(
+            pull.status is PullStatus.DRAINING
+            and pull.progress is not None
+            and pull.progress + _QUIET_S <= now
+            for pull in self._pulls.values()
         )
 
     def _rebuild(self) -> None:
@@ -321,8 +360,13 @@ class Importer:
         self._leaving.clear()  # the other one knows nobody yet
         self.transport = self._build(self.rebuild_count + 1)
         self.rebuild_count += 1
+        self._closing = False
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
         for pull in list(self._live.values()):
-            self._read_kv(pull)
+            if pull.status is PullStatus.WAITING:
+                self._read_kv(pull)
 
     def _settle_draining(self) -> None:
         draining = [p for p in self._pulls.values() if p.status is PullStatus.DRAINING]

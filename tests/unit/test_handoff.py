@@ -423,32 +423,95 @@ def test_one_of_several_pieces_that_is_lost_ends_the_pull() -> None:
 # --- a transport that does not settle ---
 
 
+class Losing(Pair):
+    """A pair with a read that was given up at 2.0 and never settles."""
+
+    def __init__(self, broken: Exception | None = None) -> None:
+        super().__init__(broken=broken)
+        self.start(b"lost", deadline=2.0)
+        assert len(self.importer.poll(2.0)) == 1
+        (self.lost,) = self.transport.reads
+        self.first = self.transport
+
+    def begin(self, key: bytes, local: int, deadline: float = 1000.0) -> None:
+        self.importer.start(key, self.ticket, CARD, [(0, local)], deadline)
+
+    def begin_moving(self) -> int:
+        """A pull that makes progress when the transport should be replaced; its read."""
+        assert self.importer.poll(61.0) == []
+        self.begin(b"moves", 22)
+        assert self.importer.poll(62.0) == []
+        assert not self.first.closed
+        (moving,) = set(self.transport.reads) - {self.lost}
+        return moving
+
+
 def test_a_read_that_never_settles_ends_with_its_transport() -> None:
-    pair = Pair()
-    pair.start(b"lost", deadline=2.0)
-    assert len(pair.importer.poll(2.0)) == 1
-    pair.importer.start(b"live", pair.ticket, CARD, [(0, 22)], 1000.0)
-    pair.importer.start(b"late", pair.ticket, CARD, [(0, 23)], 63.0)
-    old = pair.transport
-    for handle in (2, 3):
-        old.land(handle, 0)
-    for now in (3.0, 8.0, 13.0, 18.0, 23.0, 28.0, 33.0, 38.0, 43.0, 48.0, 53.0, 58.0, 61.9):
-        for handle in (2, 3):  # they go on
-            old.reads[handle].moved += 1
-        assert pair.importer.poll(now) == []
+    pair = Losing()
+    assert pair.importer.poll(61.9) == []
     assert pair.importer.poll(62.0) == [Settled(b"lost", (20, 21))]
     assert (pair.importer.rebuild_count, pair.built) == (1, 1)
-    assert old.closed
-    assert pair.importer.num_in_flight == 2
-    live, late = pair.transport.reads  # both were started again, nobody has heard of it
-    pair.transport.finish(live)
-    (event,) = pair.importer.poll(63.0)  # their deadlines are the old ones
-    assert isinstance(event, PullFailed)
-    assert event.key == b"late"
-    pair.transport.finish(late)
-    (seals,) = set(pair.transport.reads) - {late}
-    pair.transport.finish(seals)
-    assert set(pair.importer.poll(64.0)) == {Settled(b"late", (23,)), Arrived(b"live", (22,), 100)}
+    assert pair.first.closed
+    assert pair.run() == [Arrived(b"k", (20, 21), 200)]  # over the new one
+    pair.done()
+
+
+def test_what_moves_ends_before_its_transport_does() -> None:
+    pair = Losing()
+    moving = pair.begin_moving()
+    for key, local, deadline in ((b"next", 23, 1000.0), (b"late", 24, 63.0), (b"gone", 25, 99.0)):
+        pair.begin(key, local, deadline)
+    assert set(pair.transport.reads) == {pair.lost, moving}  # nothing is posted any more
+    pair.importer.abort(b"gone")
+    pair.first.finish(moving)
+    assert pair.importer.poll(63.0) == [
+        PullAborted(b"gone", (25,), settled=True),
+        PullFailed(
+            b"late", (24,), "the pull's deadline passed with the kv not asked for", settled=True
+        ),
+    ]
+    (seals,) = set(pair.transport.reads) - {pair.lost}  # but what is in flight goes on to its end
+    pair.first.finish(seals)
+    assert pair.importer.poll(63.0) == [
+        Arrived(b"moves", (22,), 100),
+        Settled(b"lost", (20, 21)),
+    ]
+    assert pair.first.closed
+    pair.finish()
+    assert pair.importer.poll(63.0) == []
+    pair.finish()
+    assert pair.importer.poll(63.0) == [Arrived(b"next", (23,), 100)]
+    pair.done()
+
+
+def test_what_was_given_up_but_moves_ends_before_its_transport_does() -> None:
+    pair = Losing()
+    moving = pair.begin_moving()
+    pair.importer.abort(b"moves")
+    assert pair.importer.poll(62.5) == [PullAborted(b"moves", (22,), settled=False)]
+    for now in (63.0, 63.9):
+        pair.first.land(moving, 0)
+        assert pair.importer.poll(now) == []
+    assert pair.importer.poll(64.8) == []
+    events = pair.importer.poll(64.9)  # a second without anything
+    assert set(events) == {Settled(b"lost", (20, 21)), Settled(b"moves", (22,))}
+    pair.done()
+
+
+def test_a_transport_that_settles_after_all_stays() -> None:
+    pair = Losing()
+    moving = pair.begin_moving()
+    pair.begin(b"next", 23)
+    pair.first.finish(pair.lost)
+    assert pair.importer.poll(62.5) == [Settled(b"lost", (20, 21))]
+    assert pair.importer.rebuild_count == 0
+    (posted,) = set(pair.transport.reads) - {moving}
+    for handle in (moving, posted):
+        pair.first.finish(handle)
+    assert pair.importer.poll(62.5) == []
+    for handle in list(pair.first.reads):
+        pair.first.finish(handle)
+    assert len(pair.importer.poll(62.5)) == 2
     pair.done()
 
 
@@ -480,29 +543,39 @@ def test_a_peer_that_should_be_forgotten_is_unknown_after_a_rebuild() -> None:
 
 
 def test_a_transport_that_cannot_be_replaced_ends_everything() -> None:
-    pair = Pair(broken=TransportError("no device"))
-    pair.start(b"lost", deadline=1.0)
-    pair.importer.poll(1.0)
-    pair.importer.start(b"live", pair.ticket, CARD, [(0, 22)], 1000.0)
+    pair = Losing(broken=TransportError("no device"))
+    moving = pair.begin_moving()
+    pair.begin(b"waits", 23)
+    pair.first.finish(moving, Status.FAILED)
     with pytest.raises(TransportError, match="no device"):
-        pair.importer.poll(61.0)
-    events = pair.importer.end("no device", settled=True)
-    assert events == [
+        pair.importer.poll(63.0)
+    assert pair.importer.end("no device", settled=True) == [
+        PullFailed(b"moves", (22,), "the peer disconnected", settled=True),
         Settled(b"lost", (20, 21)),
-        PullFailed(b"live", (22,), "no device", settled=True),
+        PullFailed(b"waits", (23,), "no device", settled=True),
     ]
     pair.done()
 
 
-def test_a_pull_that_cannot_start_again_fails() -> None:
-    pair = Pair()
-    pair.start(b"lost", deadline=1.0)
-    pair.importer.poll(1.0)
-    pair.importer.start(b"live", pair.ticket, CARD, [(0, 22)], 1000.0)
+def test_a_pull_that_cannot_start_in_the_new_transport_fails() -> None:
+    pair = Losing()
+    moving = pair.begin_moving()
+    pair.begin(b"waits", 23)
     pair.refuse_next = PeerGone("it has gone")
-    events = pair.importer.poll(61.0)
-    assert events == [
+    pair.first.finish(moving, Status.FAILED)
+    assert pair.importer.poll(63.0)[1:] == [
         Settled(b"lost", (20, 21)),
-        PullFailed(b"live", (22,), "it has gone", settled=True),
+        PullFailed(b"waits", (23,), "it has gone", settled=True),
     ]
     pair.done()
+
+
+def test_what_waits_when_everything_ends_was_never_in_flight() -> None:
+    pair = Losing()
+    pair.begin_moving()
+    pair.begin(b"waits", 23)
+    events = pair.importer.end("broken", settled=False)
+    assert set(events) == {
+        PullFailed(b"moves", (22,), "broken", settled=False),
+        PullFailed(b"waits", (23,), "broken", settled=True),
+    }

@@ -24,6 +24,7 @@ LOCAL_BLOCKS = 5
 PULL_S = 8.0
 STALL_S = 5.0
 SETTLE_S = 60.0
+QUIET_S = 1.0  # the importer's own
 KEYS = [bytes([n]) for n in range(3)]
 
 
@@ -34,12 +35,18 @@ class LandingTransport(ScriptedTransport):
         super().__init__(machine.remote, machine.local, self.check)
         self.machine = machine
         self.starts: dict[int, int] = {}
+        self.cut: list[int] = []  # starts whose reads were in flight at the end
 
     def pull(self, peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
         handle = super().pull(peer, part, blocks)
         (start,) = {self.machine.holders[local] for _, local in blocks}
         self.starts[handle] = start
+        self.machine.quiet_since = None
         return handle
+
+    def close(self) -> None:
+        self.cut = [self.starts[handle] for handle in self.reads]
+        super().close()
 
     def check(self, handle: int, block: int) -> None:
         assert not self.closed
@@ -65,6 +72,7 @@ class Pulls(RuleBasedStateMachine):
         self.expected: dict[int, dict[int, int]] = {}  # start → local block → data; outcome open
         self.deadlines: dict[bytes, float] = {}
         self.told: dict[bytes, tuple[float, tuple[int, ...]]] = {}  # unsettled: when, which blocks
+        self.quiet_since: float | None = None  # first poll after the last move of any read
         self.watched: dict[bytes, float | None] = {}  # first poll after the last sign of progress
 
     @initialize()
@@ -74,9 +82,12 @@ class Pulls(RuleBasedStateMachine):
 
     def build(self, number: int) -> Transport:
         assert self.transport.closed
+        wanted = {self.starts[key] for key in self.importer._live}
+        assert not wanted & set(self.transport.cut), "pulls that somebody waits for were cut"
         assert number == self.importer.rebuild_count + 1
         self.transport = LandingTransport(self)
-        self.watched = dict.fromkeys(self.watched)  # they begin again
+        self.watched = dict.fromkeys(self.watched)  # those that waited begin
+        self.quiet_since = None
         return self.transport
 
     # --- the producer ---
@@ -145,6 +156,7 @@ class Pulls(RuleBasedStateMachine):
 
     def touch(self, handle: int) -> None:
         """Something of this read has come: its pull makes progress."""
+        self.quiet_since = None
         for key, start in self.starts.items():
             if start == self.transport.starts[handle] and key in self.watched:
                 self.watched[key] = None
@@ -209,8 +221,11 @@ class Pulls(RuleBasedStateMachine):
     def poll(self) -> None:
         for event in self.importer.poll(self.now):
             self.on_event(event)
-        for key, (when, _) in self.told.items():
-            assert self.now - when < SETTLE_S, f"{key!r} is still not settled"
+        if self.quiet_since is None:
+            self.quiet_since = self.now
+        elif self.now - self.quiet_since >= QUIET_S and not self.importer.num_in_flight:
+            for key, (when, _) in self.told.items():
+                assert self.now - when < SETTLE_S, f"{key!r} is still not settled"
         for key, first in self.watched.items():
             assert self.now < self.deadlines[key]
             assert first is None or self.now - first < STALL_S
@@ -246,7 +261,7 @@ class Pulls(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Nothing answers any more: clocks alone bring every block back."""
-        for seconds in (0.0, PULL_S, SETTLE_S):
+        for seconds in (0.0, PULL_S, SETTLE_S, QUIET_S):
             self.now += seconds
             self.poll()
         assert not self.expected
