@@ -50,12 +50,15 @@ def parse_faults(text: str) -> FaultPlan | None:
 
 
 class Faults:
-    """Draws a fault for each transfer or message, and counts them by kind."""
+    """Draws a fault for each transfer or message, and counts them by kind.
 
-    def __init__(self, plan: FaultPlan) -> None:
+    ``who``: of several processes with one plan, each draws faults of its own.
+    """
+
+    def __init__(self, plan: FaultPlan, who: str = "") -> None:
         self.plan = plan
         self.counts: Counter[str] = Counter()
-        self._random = random.Random(plan.seed)
+        self._random = random.Random(f"{plan.seed} {who}")
 
     def draw(self) -> str:
         """The kind of fault for the next one, or "" for none. Counted at once."""

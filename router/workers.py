@@ -45,7 +45,7 @@ class WorkerTable:
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._rejected: set[Key] = set()  # cards that are of no use, to say so once
         plan = parse_faults(settings.config.link_faults)
-        self.faults = Faults(plan) if plan is not None else None
+        self.faults = Faults(plan, settings.router_id) if plan is not None else None
 
     def update(self, cards: Iterable[wire.WorkerCard]) -> None:
         """What discovery says now. Cards that are missing end nothing that is connected."""

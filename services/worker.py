@@ -158,7 +158,7 @@ class Worker:
         fingerprint = self.layout.fingerprint()
         self.region = Region(self.layout, config.kv_blocks, config.device)
         plan = parse_faults(settings.pull_faults)
-        self._faults = None if plan is None else Faults(plan)
+        self._faults = None if plan is None else Faults(plan, settings.worker_id)
         transport = self._open_transport()
         runner = ModelRunner(model, self.region, self.epoch, settings.checksums)
         self.engine = Engine(_with_budgets(settings.role, config, runner), runner)

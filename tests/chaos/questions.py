@@ -82,7 +82,7 @@ def _prompt(chance: random.Random, earlier: list[list[int]], text_ids: list[int]
     length = log_uniform(chance, 1, MAX_PROMPT)
     offset = chance.randrange(len(text_ids) - length)
     piece = text_ids[offset : offset + length]
-    if earlier and chance.random() < 0.3:
+    if earlier and chance.random() < 0.2:
         piece = chance.choice(earlier) + piece
     return piece[:MAX_PROMPT]
 

@@ -39,7 +39,7 @@ LEASE_S = 4.0
 REQUEST_TIMEOUT_S = 60.0
 HANG_AFTER_S = REQUEST_TIMEOUT_S + 10
 REPORT_EVERY_S = 15.0
-NUM_FLOOD = 6
+NUM_FLOOD = 5
 FULL_S = 600.0  # a run of this length must reach the full goal
 TRANSPORTS = {
     "nixl": ("--transport", "nixl"),
@@ -47,7 +47,7 @@ TRANSPORTS = {
     "tcp": ("--transport", "tcp"),
 }
 TOKEN_BUDGET = 64  # several chunks of most prompts
-PULL_FAULTS = "drop=0.006,delay=0.03,duplicate=0.01,corrupt=0.01,reorder=0.01,delay_s=0.7"
+PULL_FAULTS = "drop=0.006,delay=0.03,duplicate=0.012,corrupt=0.012,reorder=0.012,delay_s=0.7"
 # A message that is lost, doubled, damaged or out of order ends its connection.
 LINK_FAULTS = "drop=3e-4,delay=3e-3,duplicate=3e-4,corrupt=3e-4,reorder=3e-4,delay_s=0.3"
 SIZES = (
