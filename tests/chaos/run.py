@@ -96,11 +96,14 @@ def goal(options: Options) -> Goal:
 
 def chaos(options: Options, say: Callable[[str], None] = print) -> tuple[Run, bool]:
     """A whole run; whether all promises were kept."""
+    clock = Clock()
     asked = ask_for(options)
     answers = mixed_answers(asked, SIZES)
-    say(f"seed {options.seed}, {options.transport}: {len(asked)} questions answered by one engine")
+    say(f"seed {options.seed}, {options.transport}: {len(asked)} answers of one engine")
+    say(f"{clock.now():.0f} s; starting")
     with served(*flags(options)) as server:
         say(server.text)
+        say(f"{clock.now():.0f} s; load and faults")
         run = inject(options, server, asked, answers, say)
         settle(run.records, asked, answers)
         for line in lines(run, goal(options)):
@@ -145,7 +148,9 @@ def inject(
         injector.close()
         load.stop()
         progress.close()
+    say(f"{clock.now():.0f} s after the load's begin; waiting until all is idle and whole")
     left = aftermath(server, fleet, asked, answers, HANG_AFTER_S)
+    say(f"{clock.now():.0f} s after the load's begin; done")
     fleet.close()
     return Run(
         load.records, injector.done, injector.late, fleet.members, fleet.samples,

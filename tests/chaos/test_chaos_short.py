@@ -5,7 +5,7 @@ import pytest
 from tests.chaos.run import Options, chaos
 
 # Of these seeds, one whose few faults are of all sorts: a kill, a drain, stops, a flood.
-SHORT = Options(seed=6, seconds=20.0, num_questions=16, every_s=2.2)
+SHORT = Options(seed=6, seconds=16.0, num_questions=16, every_s=1.8)
 
 
 @pytest.mark.timeout(400)
