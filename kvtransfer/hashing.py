@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
+ID_BYTES = 4  # of a packed token id
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -50,4 +51,9 @@ def block_hashes(ids: Sequence[int], block_size: int, salt: bytes = b"") -> list
 
 def prefix_hash(ids: Sequence[int]) -> bytes:
     """BLAKE2b-128 over all ids: binds a ticket to the exact token prefix whose KV it names."""
-    return blake2b(pack_ids(ids), digest_size=HASH_BYTES).digest()
+    return packed_prefix_hash(pack_ids(ids))
+
+
+def packed_prefix_hash(packed: bytes) -> bytes:
+    """:func:`prefix_hash` of ids as they travel, see :func:`pack_ids`."""
+    return blake2b(packed, digest_size=HASH_BYTES).digest()

@@ -14,6 +14,7 @@ imported in worker replicas only, so that the router stays small.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 import threading
@@ -128,6 +129,8 @@ class WorkerReplica:
         self._state, self._news = "", asyncio.Event()
         self._worker.on_load = self._on_load
         await self._worker.start()
+        gc.collect()
+        gc.freeze()  # what is here stays: a full collection would look through it between steps
         others = [card.role for card, _ in await self._registry.reports()]
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
         if role in others:  # one of these may be waiting for us, to go

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvtransfer.errors import TicketError
-from kvtransfer.hashing import prefix_hash, unpack_ids
+from kvtransfer.hashing import ID_BYTES, packed_prefix_hash, unpack_ids
 from kvtransfer.importer import Arrived, Event, PullFailed
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
 from router import wire
@@ -196,13 +196,13 @@ class DecodeService:
     def _checked_ticket(self, message: wire.Decode, reserved: _Reserved) -> Ticket:
         """The ticket, if it is for exactly this request's tokens and blocks; else TicketError."""
         ticket = self._opened_ticket(message.ticket)
-        ids = unpack_ids(message.ids)
+        num_ids = len(message.ids) // ID_BYTES
         num_reserved = reserved.blocks.num_tokens
         if not message.ids.startswith(reserved.ids):  # its cached blocks hold other tokens' KV
             raise TicketError("the reservation is for other tokens")
-        if ticket.num_tokens != num_reserved or ticket.num_tokens >= len(ids):
+        if ticket.num_tokens != num_reserved or ticket.num_tokens >= num_ids:
             raise TicketError(f"the ticket is for {ticket.num_tokens} tokens, not {num_reserved}")
-        if ticket.prefix != prefix_hash(ids[: ticket.num_tokens]):
+        if ticket.prefix != packed_prefix_hash(message.ids[: ID_BYTES * ticket.num_tokens]):
             raise TicketError("the ticket is for other tokens")
         if ticket.first_block or len(ticket.block_ids) != len(reserved.blocks.blocks):
             raise TicketError("the ticket's blocks do not match the reservation")
@@ -214,11 +214,10 @@ class DecodeService:
         end = ticket.first_block + len(ticket.block_ids)
         if not 0 <= ticket.first_block < end <= len(reserved.blocks.blocks):
             raise TicketError("the part's blocks are not within the reservation")
-        ids = unpack_ids(reserved.ids)
         full = end * self._engine.config.block_size
-        if ticket.num_tokens != full or full > len(ids):
+        if ticket.num_tokens != full or ID_BYTES * full > len(reserved.ids):
             raise TicketError(f"the part ends at {ticket.num_tokens} tokens, not with a full block")
-        if ticket.prefix != prefix_hash(ids[: ticket.num_tokens]):
+        if ticket.prefix != packed_prefix_hash(reserved.ids[: ID_BYTES * ticket.num_tokens]):
             raise TicketError("the part is for other tokens")
         return ticket
 

@@ -17,7 +17,7 @@ the end of its lease. All methods run in the engine's thread.
 from dataclasses import dataclass
 
 from kvtransfer.exporter import Exporter
-from kvtransfer.hashing import prefix_hash, unpack_ids
+from kvtransfer.hashing import ID_BYTES, packed_prefix_hash, unpack_ids
 from router import wire
 from services.engine.engine import Engine
 from services.engine.scheduler import Output
@@ -71,7 +71,8 @@ class PrefillService:
         lease_ms = num_tokens = 0
         if output.held and opened.message.export:
             blocks, ids = self._engine.take_held(output.key)
-            export = self.exporter.export(opened.link.name, blocks, len(ids), prefix_hash(ids), now)
+            prefix = packed_prefix_hash(opened.message.ids[: ID_BYTES * len(ids)])
+            export = self.exporter.export(opened.link.name, blocks, len(ids), prefix, now)
             ticket, ticket_id = export.packed, export.ticket_id
             lease_ms, num_tokens = int(export.lease_s * 1000), len(ids)
         elif output.held:
@@ -105,7 +106,7 @@ class PrefillService:
                 continue
             opened.parted = end
             num_tokens = end * self._engine.config.block_size
-            prefix = prefix_hash(unpack_ids(opened.message.ids)[:num_tokens])
+            prefix = packed_prefix_hash(opened.message.ids[: ID_BYTES * num_tokens])
             ticket = self.exporter.sign_part(first, sealed[first:], num_tokens, prefix)
             self._outbox.put(opened.link, wire.TicketPart(*key, ticket))
 

@@ -17,6 +17,7 @@ import argparse
 import base64
 import dataclasses
 import functools
+import gc
 import json
 import queue
 import secrets
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 
 from kvtransfer.exporter import Exporter
-from kvtransfer.hashing import prefix_hash
+from kvtransfer.hashing import pack_ids, packed_prefix_hash
 from kvtransfer.importer import Arrived, Event, Importer
 from kvtransfer.layout import KVLayout
 from kvtransfer.puller import Puller
@@ -80,7 +81,7 @@ class Bench:
         for transport in (self.reader, self.transport):
             transport.register(self.region)
         self.reader.connect(card)
-        self.ids = list(range(num_tokens))
+        self.num_tokens, self.ids = num_tokens, pack_ids(range(num_tokens))  # as they travel
         count = -(-num_tokens // LAYOUT.block_size)
         self._order = np.random.default_rng(0).permutation(NUM_BLOCKS)  # few are neighbours
         self.remote, self.local = self.take(count), self.take(count)
@@ -119,10 +120,11 @@ class Bench:
         blocks = [(block, GENERATION) for block in self.remote]
         now = time.monotonic()
         # The producer.
-        export = self.exporter.export("r", blocks, len(self.ids), prefix_hash(self.ids), now)
+        prefix = packed_prefix_hash(self.ids)
+        export = self.exporter.export("r", blocks, self.num_tokens, prefix, now)
         # The consumer.
         ticket = open_ticket(export.packed, SECRET)
-        assert ticket.prefix == prefix_hash(self.ids)
+        assert ticket.prefix == packed_prefix_hash(self.ids)
         pairs = list(enumerate(self.local))
         self.puller.pull(ticket.ticket_id, ticket, self.card, pairs, now + PATIENCE_S)
         event = self.events.get(timeout=PATIENCE_S)
@@ -144,6 +146,8 @@ class Bench:
             for _ in range(WARM_UP):
                 self.read()
                 self.hand_off()
+            gc.collect()
+            gc.freeze()  # as a worker does when it has started
             rounds = []
             for _ in range(num_rounds):
                 self.move_on()
