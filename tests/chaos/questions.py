@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_PROMPT, MAX_TOKENS = 280, 24
+MAX_PROMPT, MAX_TOKENS = 220, 20
 SHARED_SALT = 0.35  # of the requests that may hit prefixes that others have left
 CUT = 0.12  # of the requests whose client leaves
 STOPS = (["\n"], [" the"], [",", "."], [" of a"])
