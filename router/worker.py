@@ -191,7 +191,8 @@ class Worker:
                 return
             case wire.Expired(ticket_ids):
                 wanted = self.leases.expired(ticket_ids)
-                log.warning("%s: %d leases ran out", self.card.worker_id, wanted)
+                if wanted:
+                    log.warning("%s: %d leases ran out", self.card.worker_id, wanted)
                 return
             case (
                 wire.Reserved() | wire.Refused() | wire.TicketPart() | wire.Prefilled()
