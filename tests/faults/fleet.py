@@ -113,7 +113,9 @@ class Fleet:
         """Requests that the router knows of."""
         return self.dispatcher._jobs
 
-    async def start(self, role: str, port: int = 0, worker_id: str = "") -> WorkerProcess:
+    async def start(
+        self, role: str, port: int = 0, worker_id: str = "", register: bool = True
+    ) -> WorkerProcess:
         """A new worker; ``port`` and ``worker_id`` are those of one that has died."""
         settings = worker_settings(role, self.config, self._folder, "127.0.0.1", self.router.secret)
         if worker_id:
@@ -125,7 +127,8 @@ class Fleet:
         assert await asyncio.to_thread(ours.poll, 60), f"the {role} worker did not start"
         worker = WorkerProcess(process, ours, ours.recv())
         self.workers.append(worker)
-        self.cards.append(worker.card)
+        if register:
+            self.cards.append(worker.card)
         return worker
 
     async def restore(self) -> None:

@@ -229,9 +229,8 @@ async def _pump(
 
 @contextlib.asynccontextmanager
 async def behind_a_line(deployed: Fleet, worker: WorkerProcess) -> AsyncIterator[Line]:
-    """From now on the registry says that the worker is where a :class:`Line` begins."""
+    """Register a new worker as being where a :class:`Line` to it begins."""
     async with Line().to(worker.card.port) as line:
-        deployed.cards.remove(worker.card)
         worker.card = replace(worker.card, port=line.port)
         deployed.cards.append(worker.card)
         yield line
@@ -241,7 +240,7 @@ async def blocked_port(folder: Path) -> None:
     async with fleet(folder, "tcp", prefill=1, decode=1, **SIZES) as deployed:
         prompt = a_prompt(4)
         right = await deployed.complete(prompt, NUM_TOKENS)
-        hidden = await deployed.start("decode")
+        hidden = await deployed.start("decode", register=False)
         async with behind_a_line(deployed, hidden) as line:
             await deployed.until_ready()
             hidden.call("pause", len(prompt) + NUM_TOKENS // 2)
@@ -269,7 +268,7 @@ async def idle_line(folder: Path) -> None:
         right = await deployed.complete(prompt, NUM_TOKENS)
         deployed.of("decode")[0].kill()
         deployed.cards = [w.card for w in deployed.of("prefill")]
-        hidden = await deployed.start("decode")
+        hidden = await deployed.start("decode", register=False)
         async with behind_a_line(deployed, hidden) as line:
             await deployed.until_ready()
             accepted = line.accepted
