@@ -92,6 +92,11 @@ P_STAGES = (
 D_STAGES = (reserved, prefilled_not_pulled, pull_in_flight, after_pulled)
 
 
+def stages_of(stages: tuple[Stage, ...], others: int, rounds: int) -> list[Stage]:
+    """All of them, so often; in the short form, with nobody else alive, every second one."""
+    return list(stages[::2] if rounds == 1 and not others else stages * rounds)
+
+
 def prompt_of(drawn: random.Random) -> list[int]:
     return [drawn.randrange(VOCAB - 1) for _ in range(NUM_PROMPT)]
 
@@ -138,7 +143,7 @@ async def undisturbed(deployed: Fleet, prompt: list[int]) -> tuple[list[int], fl
 async def kill_prefill(folder: Path, transport: str, others: int, rounds: int) -> None:
     drawn = random.Random(f"{transport} {others}")
     async with fleet(folder, transport, prefill=1 + others, max_model_len=MAX_LEN) as deployed:
-        for turn, stage in enumerate(P_STAGES * rounds):
+        for turn, stage in enumerate(stages_of(P_STAGES, others, rounds)):
             prompt = prompt_of(drawn)
             right, ttft = await undisturbed(deployed, prompt)
             await deployed.until_idle()
@@ -183,7 +188,7 @@ def test_prefill_worker_dies(tmp_path: Path, full: bool, transport: str, others:
 async def kill_decode(folder: Path, transport: str, others: int, rounds: int) -> None:
     drawn = random.Random(f"{transport} {others}")
     async with fleet(folder, transport, decode=1 + others, max_model_len=MAX_LEN) as deployed:
-        for turn, stage in enumerate(D_STAGES * rounds):
+        for turn, stage in enumerate(stages_of(D_STAGES, others, rounds)):
             prompt = prompt_of(drawn)
             right, _ = await undisturbed(deployed, prompt)
             await deployed.until_idle()
