@@ -56,7 +56,9 @@ async def abort_and_reuse(folder: Path, rounds: int, **settings: object) -> None
     quarantined = 0
     async with rig(folder, "memory", pull_faults=plan, **tiny, **settings) as deployed:
         pool = deployed.decode.engine.pool
-        for _ in range(rounds):
+        turn = 0
+        while turn < rounds or not quarantined:  # not each moment finds a transfer in flight
+            turn += 1
             picked = drawn.sample(range(len(asked)), 4)
             cut = await Stream.post(deployed.port, asked[picked[0]], NUM_TOKENS, cache_salt=fresh())
             await cut.until_tokens(1)  # its KV is in flight, or about to be
@@ -72,7 +74,6 @@ async def abort_and_reuse(folder: Path, rounds: int, **settings: object) -> None
             quarantined += pool.counts()["quarantined"] > 0
             assert await answers == [right[i] for i in picked[1:]]
         await deployed.until_idle()
-    assert quarantined, "no transfer was in flight when its request was cut"
 
 
 @pytest.mark.parametrize("cause", ["disconnect", "stall"])
@@ -80,7 +81,7 @@ def test_abort_in_flight_then_reuse(tmp_path: Path, full: bool, cause: str) -> N
     """B003: bytes of an aborted or stalled pull land late, never in another request's blocks."""
     settings = {"pull_stall_s": 0.1} if cause == "stall" else {}
     folder = model_folder(tmp_path)
-    asyncio.run(abort_and_reuse(folder, 100 if full else 5, **settings))
+    asyncio.run(abort_and_reuse(folder, 100 if full else 3, **settings))
 
 
 # --- B005 -----------------------------------------------------------------------------------------
