@@ -70,7 +70,6 @@ class Roles:
         self._links: set[Peer] = set()
         self._reported = -_NEVER
         self._load: wire.Load | None = None
-        self._failure = ""
 
     @property
     def num_open(self) -> int:
