@@ -41,6 +41,8 @@ READY_TIMEOUT_S = 300.0  # from a deployed application to a first proven pair
 POLL_S = 0.2  # while it starts: Serve tells nobody when something has happened
 LOOK_FOR_FAILURE_EVERY = 5  # polls; asking Serve costs its controller far more than /ready does
 PATH_BYTES = 21  # longest folder below which HAProxy's sockets have at most 97 bytes, Ray's 107
+PORTS = 100  # HAProxy's two, Serve's fallback, and one for each replica of the router
+PORT_RANGE = (20_000, 32_000)
 SERVE_FAILED = 1
 KILLED = 128  # plus the signal, in an exit status
 
@@ -96,7 +98,7 @@ def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> in
     """The child: everything that has Ray in it."""
     log = work / "driver.log"
     redirect_output(log)
-    os.environ.update(ray_environment(work))
+    os.environ.update(ray_environment(work, config.port))
     tempfile.tempdir = None  # to be read from the environment once more
     from services import app
 
@@ -155,11 +157,13 @@ def redirect_output(log: Path) -> None:
     os.close(null)
 
 
-def ray_environment(work: Path) -> dict[str, str]:
-    """Settings of Ray and Serve that have no other way in. All its files go below ``work``."""
+def ray_environment(work: Path, port: int) -> dict[str, str]:
+    """Settings of Ray and Serve that have no other way in.
+
+    All its files go below ``work``. ``port``, the API's, is left out of its side ports.
+    """
     haproxy = work / "h"  # every byte counts, see PATH_BYTES
-    stats, metrics, fallback = free_ports(3)
-    first = free_range(100)
+    first = free_range(port)
     return {
         # From HAProxy straight to the router replica, see docs/processes.md.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -170,11 +174,13 @@ def ray_environment(work: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "m"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 100),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(first),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(first + 1),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(first + 2),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(
+            first + 3
+        ),  # a replica tries one after the other
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + PORTS),
         # Its default of 30 s makes every stop take that long.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         # What does not answer would be asked politely, and waited for, before it is killed.
@@ -208,28 +214,28 @@ def haproxy_without_splice(work: Path) -> str:
     return str(command) if os.access(command, os.X_OK) else binary  # not where /tmp is "noexec"
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def free_range(taken: int) -> int:
+    """First of PORTS neighbours that nobody listens on, none of which is ``taken``.
 
-
-def free_range(size: int) -> int:
-    """First of ``size`` ports below the ephemeral ones for router replicas.
-
-    A replica tries the next port when one is taken, so only the first is looked at. The ranges are
-    disjoint or equal, and drawn: two deployments that start together rarely get the same.
+    Below the ports that systems give to outgoing connections: one of those could come between this
+    look and the start of HAProxy, some seconds later. The ranges are disjoint or equal, and drawn:
+    two deployments that start together rarely get the same.
     """
-    for first in random.sample(range(10_000, 32_000, size), 50):
-        try:
-            socket.create_server(("127.0.0.1", first)).close()
-        except OSError:
-            continue
-        return first
-    raise ConfigError("no free ports between 10000 and 32000")
+    firsts = range(*PORT_RANGE, PORTS)
+    for first in random.sample(firsts, len(firsts)):
+        ports = range(first, first + PORTS)
+        if taken not in ports and all(map(is_free, ports)):
+            return first
+    raise ConfigError("no {} free ports in a row between {} and {}".format(PORTS, *PORT_RANGE))
+
+
+def is_free(port: int) -> bool:
+    """Whether one could listen there, on all interfaces as HAProxy does."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 # --- ready -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def local_ray() -> Iterator[None]:
     """Ray in this process, as ``baton serve`` starts it, without Serve."""
     folder = Path(tempfile.mkdtemp(prefix="baton-test-", dir=short_folder()))
     before = dict(os.environ)
-    os.environ.update(ray_environment(folder))
+    os.environ.update(ray_environment(folder, 0))
     with warnings.catch_warnings(action="ignore"):  # Ray's own, at import and start
         from services import app
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -20,16 +21,19 @@ from typing import Any
 
 import psutil
 
+from services.serve import PORT_RANGE
+
 BATON = Path(sys.executable).with_name("baton")
 READY_S = 180
 STOP_S = 10
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """A port that nobody listens on now, and that no outgoing connection is given meanwhile."""
+    while True:
+        port = random.randrange(10_000, PORT_RANGE[0])
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
