@@ -150,13 +150,14 @@ class Exporter:
     def _ticket(
         self, first_block: int, blocks: Sequence[tuple[int, int]], num_tokens: int, prefix: bytes
     ) -> Ticket:
-        assert all(generation % 2 == 0 for _, generation in blocks), "an unsealed block"
+        block_ids, generations = zip(*blocks, strict=True) if blocks else ((), ())
+        assert not any(map((1).__and__, generations)), "an unsealed block has an odd generation"
         return Ticket(
             ticket_id=self._new_id(TICKET_ID_BYTES),
             worker_id=self._worker_id,
             epoch=self._epoch,
-            block_ids=tuple(block for block, _ in blocks),
-            generations=tuple(generation for _, generation in blocks),
+            block_ids=block_ids,
+            generations=generations,
             fingerprint=self._fingerprint,
             num_tokens=num_tokens,
             prefix=prefix,

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from kvtransfer.errors import KVTransferError, TicketError, TransportError
 from kvtransfer.ticket import AgentCard, Ticket
@@ -93,21 +94,15 @@ class _Pull:
     ticket: Ticket
     peer: AgentCard
     pairs: tuple[tuple[int, int], ...]  # (index into the ticket's blocks, local block)
+    blocks: tuple[int, ...]  # the local ones
     deadline: float
+    reads: tuple[tuple[int, int], ...] = ()  # (remote block, local block)
+    expected: Any = None  # see BlockMemory
     status: PullStatus = PullStatus.KV_IN_FLIGHT
     handle: int = -1  # of the one read in flight; -1 before it was started
     moved: int = -1  # what the transport last said of its progress
     progress: float | None = None  # when that changed; None until the next poll
     given_up: float | None = None  # when draining began
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return tuple(local for _, local in self.pairs)
-
-    @property
-    def reads(self) -> list[tuple[int, int]]:
-        """``(remote block, local block)`` pairs."""
-        return [(self.ticket.block_ids[index], local) for index, local in self.pairs]
 
 
 class Importer:
@@ -172,7 +167,8 @@ class Importer:
         if not pairs:
             self._tell(Arrived(key, (), 0))
             return
-        pull = self._live[key] = _Pull(key, ticket, peer, tuple(pairs), deadline)
+        blocks = tuple([local for _, local in pairs])
+        pull = self._live[key] = _Pull(key, ticket, peer, tuple(pairs), blocks, deadline)
         self._read_kv(pull)
 
     def abort(self, key: bytes) -> None:
@@ -185,13 +181,15 @@ class Importer:
 
     def poll(self, now: float) -> list[Event]:
         """Follow the reads and the deadlines; returns what happened since the last call."""
-        while completions := self.transport.poll():  # again: what was posted may be done already
+        while completions := self.transport.poll():
             for completion in completions:
                 pull = self._pulls.pop(completion.handle, None)
                 if pull is None:
                     self.stray_count += 1
                 else:
                     self._on_settled(pull, completion)
+            if not self._pulls:
+                break  # else again: what was posted may be done already
         for pull in list(self._pulls.values()):
             self._note_progress(pull, now)
         for pull in list(self._live.values()):
@@ -247,7 +245,12 @@ class Importer:
             return
         try:
             _check_pull(pull)
-            self._memory.clear(pull.blocks)
+            ticket = pull.ticket
+            indices = [index for index, _ in pull.pairs]
+            ids = [ticket.block_ids[index] for index in indices]
+            generations = [ticket.generations[index] for index in indices]
+            pull.reads = tuple(zip(ids, pull.blocks, strict=True))
+            pull.expected = self._memory.expect(pull.blocks, ticket.epoch, generations, ids)
             self.transport.connect(pull.peer)
             self._follow(pull, Part.KV, PullStatus.KV_IN_FLIGHT)
         except KVTransferError as error:
@@ -288,7 +291,9 @@ class Importer:
 
     def _verify(self, pull: _Pull) -> None:
         """SEALS_IN_FLIGHT → arrived or failed."""
-        reason = first_difference(pull.ticket, pull.pairs, self._memory, self._checksums)
+        reason = first_difference(
+            pull.ticket, pull.pairs, self._memory, pull.expected, self._checksums
+        )
         if reason:
             self._fail(pull, reason)
             return
@@ -328,7 +333,7 @@ class Importer:
 
     def _must_replace(self, now: float) -> bool:
         """Whether reads that were given up, and do not move, hold too much or for too long."""
-        if self._build is None:
+        if self._build is None or not self._pulls:
             return False
         draining = [
             (pull.given_up, len(pull.pairs))
@@ -388,5 +393,5 @@ def _check_pull(pull: _Pull) -> None:
         if ours != theirs:
             raise TransportError(f"ticket and peer differ in {name}: {ours!r} against {theirs!r}")
     num_blocks = len(ticket.block_ids)
-    if not all(0 <= index < num_blocks for index, _ in pull.pairs):
+    if not 0 <= min(pull.pairs)[0] <= max(pull.pairs)[0] < num_blocks:
         raise TicketError(f"the ticket has {num_blocks} blocks, fewer than were asked for")

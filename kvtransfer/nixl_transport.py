@@ -27,7 +27,7 @@ import numpy as np
 
 from kvtransfer.errors import PeerGone, TransportError
 from kvtransfer.region import Region
-from kvtransfer.seal_windows import NUM_WINDOWS, WINDOW_ROWS, SealWindows
+from kvtransfer.seal_windows import NUM_WINDOWS, WINDOW_ROWS, Indices, SealWindows
 from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Completion, Part, Status, check_blocks, check_peer
 
@@ -52,14 +52,18 @@ class _Peer:
     num_blocks: int
     sides: dict[Part, int]  # prepared lists of its blocks
     windows: tuple[int, int] | None  # prepared lists: windows here, and all its seals as one piece
+    requests: dict[int, int] = field(default_factory=dict)  # window → NIXL's request, posted anew
     finished: int = 0  # posts whose bytes are here
+    asked: Sequence[tuple[int, int]] = ()  # by the last read, and the same as two columns
+    columns: Indices = field(default_factory=lambda: np.empty((2, 0), dtype=np.int32))
 
 
 @dataclass
 class _Read:
     peer: tuple[str, int]
     source: _Peer
-    blocks: Sequence[tuple[int, int]]
+    remote: Indices
+    local: Indices
     window: int | None = None  # where seals arrive, unless it is the staging array
     handles: list[int] = field(default_factory=list)  # NIXL's, those that are not over
     failure: str = ""
@@ -191,8 +195,10 @@ class NixlTransport:
         known = self._peers.get(key)
         if known is None or self._region is None:
             raise TransportError(f"{peer.worker_id} is not connected over nixl")
-        check_blocks(blocks, peer.num_blocks, self._region.num_blocks)
-        read = _Read(key, known, blocks)
+        if blocks is not known.asked:  # a sequence's seals are asked for right after its data
+            check_blocks(blocks, peer.num_blocks, self._region.num_blocks)
+            known.asked, known.columns = blocks, np.array(blocks, dtype=np.int32).T.copy()
+        read = _Read(key, known, *known.columns)
         self._prepare_read(read, part)
         self._next_handle += 1
         self._reads[self._next_handle] = read
@@ -228,6 +234,8 @@ class NixlTransport:
         known = self._peers.pop(key, None)
         if known is None:
             return
+        for request in known.requests.values():
+            _quietly("release a read", self._agent.releaseXferReq, request)
         for side in (*known.sides.values(), *(known.windows or ())):
             _quietly("release a peer's blocks", self._agent.releasedDlistH, side)
         _quietly("remove a peer", self._agent.invalidateRemoteMD, known.agent)
@@ -237,10 +245,10 @@ class NixlTransport:
         if self._agent is None:
             return
         agent = self._agent
-        for read in self._reads.values():
-            for handle in read.handles:
-                _quietly("release a read", agent.releaseXferReq, handle)
         peers = self._peers.values()
+        requests = {handle for peer in peers for handle in peer.requests.values()}
+        for handle in requests.union(*(read.handles for read in self._reads.values())):
+            _quietly("release a read", agent.releaseXferReq, handle)
         sides = [s for peer in peers for s in (*peer.sides.values(), *(peer.windows or ()))]
         for side in [*sides, *self._sides.values()]:
             _quietly("release a list of blocks", agent.releasedDlistH, side)
@@ -295,31 +303,47 @@ class NixlTransport:
         """NIXL requests for the blocks of a read, not posted yet."""
         assert self._region is not None
         assert self._windows is not None
-        remote, local = np.array(read.blocks, dtype=np.int32).T.copy()
+        step = (
+            max(1, _POST_BYTES // self._region.span_bytes) if part is Part.KV else len(read.local)
+        )
         ours, theirs = self._sides[part], read.source.sides[part]
-        step = max(1, _POST_BYTES // self._region.span_bytes) if part is Part.KV else len(local)
-        if part is Part.SEALS and read.source.windows is not None:
-            read.window = self._windows.take(read.source.num_blocks)
-        if read.window is not None and read.source.windows is not None:
-            ours, theirs = read.source.windows
-            local, remote = np.array([[read.window], [0]], dtype=np.int32)
         try:
-            for i in range(0, len(local), step):
+            if part is Part.SEALS and self._use_window(read):
+                return
+            for i in range(0, len(read.local), step):
+                some = slice(i, i + step)
                 read.handles.append(
-                    self._agent.makeXferReq(
-                        self._nixl.NIXL_READ,
-                        ours,
-                        local[i : i + step],
-                        theirs,
-                        remote[i : i + step],
-                    )
+                    self._request(ours, read.local[some], theirs, read.remote[some])
                 )
         except Exception as error:
             for handle in read.handles:
-                _quietly("release a read", self._agent.releaseXferReq, handle)
+                self._release(read, handle)
             read.failure = "not posted"
             self._leave_window(read)
             raise self._failure(f"prepare a read from {read.source.agent}", error) from error
+
+    def _use_window(self, read: _Read) -> bool:
+        """Read all seals of the peer at once, unless it has too many or no window is free."""
+        assert self._windows is not None
+        source = read.source
+        if source.windows is None:
+            return False
+        read.window = self._windows.take(source.num_blocks)
+        if read.window is None:
+            return False
+        request = source.requests.get(read.window)
+        if request is None:
+            ours, theirs = source.windows
+            indices = np.array([[read.window], [0]], dtype=np.int32)
+            request = self._request(ours, indices[0], theirs, indices[1])
+            source.requests[read.window] = request
+        read.handles.append(request)
+        return True
+
+    def _request(self, ours: int, local: Indices, theirs: int, remote: Indices) -> int:
+        """A READ that is not posted yet."""
+        handle: int = self._agent.makeXferReq(self._nixl.NIXL_READ, ours, local, theirs, remote)
+        return handle
 
     def _leave_window(self, read: _Read) -> None:
         """The read is settled: what came into its window goes on to the staging array."""
@@ -327,7 +351,7 @@ class NixlTransport:
             return
         assert self._windows is not None
         if not read.failure:
-            self._windows.deliver(read.window, read.blocks)
+            self._windows.deliver(read.window, read.remote, read.local)
         self._windows.give_back(read.window)
 
     def _follow(self, read: _Read, ask: Callable[[int], Any]) -> None:
@@ -349,7 +373,14 @@ class NixlTransport:
                     continue
                 read.source.finished += 1
             read.handles.remove(handle)
-            _quietly("release a read", self._agent.releaseXferReq, handle)
+            if read.failure or read.window is None:
+                self._release(read, handle)
+
+    def _release(self, read: _Read, handle: int) -> None:
+        """A request that is not to be posted again."""
+        if read.window is not None:
+            del read.source.requests[read.window]
+        _quietly("release a read", self._agent.releaseXferReq, handle)
 
     def _note_gone(self, peer: tuple[str, int]) -> None:
         self._gone[peer] = None

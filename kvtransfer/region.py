@@ -7,6 +7,7 @@ the allocator's and the engine's business.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from kvtransfer.layout import KVLayout, Stamp
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
+
+Index = np.ndarray[Any, np.dtype[np.int64]]  # block ids
 
 _stamp = partial(tuple.__new__, Stamp)  # a third of the time of Stamp(...), for each block twice
 
@@ -33,33 +36,43 @@ class _Rows:
 
     def put(self, blocks: Sequence[int], rows: np.ndarray[Any, Any]) -> None:
         """Write ``rows``, u64 ``[len(blocks), width]``."""
+        index = np.array(blocks, dtype=np.int64)
         if self._array is not None:
-            self._array[list(blocks)] = rows
+            self._array[index] = rows
         else:
-            device = self._tensor.device
-            self._tensor.index_copy_(
-                0, self._index(blocks), torch.from_numpy(rows.view(np.int64)).to(device)
-            )
+            values = torch.from_numpy(rows.view(np.int64)).to(self._tensor.device)
+            self._tensor.index_copy_(0, self._index(index), values)
 
-    def clear(self, blocks: Sequence[int]) -> None:
+    def clear(self, blocks: Index) -> None:
         """Write zeros."""
         if self._array is not None:
-            self._array[list(blocks)] = 0
+            self._array[blocks] = 0
         else:
             self._tensor.index_fill_(0, self._index(blocks), 0)
 
-    def take(self, blocks: Sequence[int]) -> list[list[int]]:
-        """What is there now."""
+    def rows(self, blocks: Index) -> np.ndarray[Any, Any]:
+        """What is there now, u64 ``[len(blocks), width]``."""
         if self._array is not None:
-            rows = self._array[list(blocks)]
-        else:
-            found = self._tensor.index_select(0, self._index(blocks))
-            rows = found.cpu().numpy().view(np.uint64)
-        values: list[list[int]] = rows.tolist()
+            return self._array[blocks]
+        found = self._tensor.index_select(0, self._index(blocks))
+        return found.cpu().numpy().view(np.uint64)
+
+    def take(self, blocks: Sequence[int]) -> list[list[int]]:
+        """The same as numbers."""
+        values: list[list[int]] = self.rows(np.array(blocks, dtype=np.int64)).tolist()
         return values
 
-    def _index(self, blocks: Sequence[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self._tensor.device)
+    def _index(self, blocks: Index) -> Tensor:
+        return torch.from_numpy(blocks).to(self._tensor.device)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The stamps that a pull must bring: the bytes of u64 rows, one of each per local block."""
+
+    blocks: Index
+    trailers: bytes  # epoch, block id, generation
+    seals: bytes  # epoch, generation
 
 
 class Region:
@@ -107,10 +120,24 @@ class Region:
         self._trailer_rows.put(ids, _table(epoch, ids, generations, sums))
         self._seal_rows.put(ids, _table(epoch, generations))
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero the trailers and staged seals of ``blocks``: only a new arrival matches a ticket."""
-        self._trailer_rows.clear(blocks)
-        self._staging_rows.clear(blocks)
+    def expect(
+        self, blocks: Sequence[int], epoch: int, generations: Sequence[int], ids: Sequence[int]
+    ) -> Expected:
+        """What a pull of the peer's blocks ``ids`` into ``blocks`` must bring, for :meth:`has`.
+
+        Zeroes the trailers and staged seals of ``blocks``: only a new arrival matches a ticket.
+        """
+        index = np.array(blocks, dtype=np.int64)
+        self._trailer_rows.clear(index)
+        self._staging_rows.clear(index)
+        rows = _table(epoch, ids, generations)
+        return Expected(index, rows.tobytes(), rows[:, ::2].tobytes())
+
+    def has(self, expected: Expected) -> bool:
+        """Whether all of it is there. Knows no checksums."""
+        trailers = self._trailer_rows.rows(expected.blocks)[:, :3]
+        seals = self._staging_rows.rows(expected.blocks)
+        return trailers.tobytes() == expected.trailers and seals.tobytes() == expected.seals
 
     def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
         """What the trailers of local ``blocks`` say now."""

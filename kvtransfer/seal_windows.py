@@ -8,13 +8,14 @@ array once that is done. A window belongs to one read until it is settled. Knows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvtransfer.region import Region
+
+Indices = np.ndarray[Any, np.dtype[np.int32]]
 
 NUM_WINDOWS = 16
 WINDOW_ROWS = 4096  # 64 KiB of seals; those of a larger pool are read one by one
@@ -42,10 +43,15 @@ class SealWindows:
         """The read into it is settled."""
         self._free.append(window)
 
-    def deliver(self, window: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Copy ``(remote block, local block)`` seals to the staging array."""
-        remote, local = np.array(blocks).T
-        self._staging[local] = self._rows[window, remote]
+    def deliver(self, window: int, remote: Indices, local: Indices) -> None:
+        """Copy the seals of ``remote`` blocks to the staging array, at ``local`` ones."""
+        if isinstance(self._staging, torch.Tensor):
+            theirs, ours = (
+                torch.from_numpy(i).to(self.rows.device).long() for i in (remote, local)
+            )
+            self._staging[ours] = self._rows[window, theirs]
+        else:
+            self._staging[local] = self._rows[window, remote]
 
 
 def _writable(tensor: torch.Tensor) -> Any:

@@ -136,13 +136,15 @@ class Memory:
         self.check_trailers = self.check_seals = self.check_epochs = True
         self._expected: dict[int, Stamp] = {}
 
-    def expect(self, ticket: Ticket, pairs: Pairs) -> None:
-        for index, local in pairs:
-            remote, generation = ticket.block_ids[index], ticket.generations[index]
-            self._expected[local] = Stamp(ticket.epoch, generation, remote)
+    def expect(
+        self, blocks: Sequence[int], epoch: int, generations: Sequence[int], ids: Sequence[int]
+    ) -> None:
+        self.region.expect(blocks, epoch, generations, ids)
+        for local, generation, remote in zip(blocks, generations, ids, strict=True):
+            self._expected[local] = Stamp(epoch, generation, remote)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        self.region.clear(blocks)
+    def has(self, expected: None) -> bool:
+        return False  # the guards are asked, block by block
 
     def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
         expected = [self._expected[block] for block in blocks]
@@ -177,7 +179,6 @@ class Pulls:
     def pull(
         self, key: bytes, ticket: Ticket, peer: AgentCard, pairs: Pairs, deadline: float
     ) -> None:
-        self._memory.expect(ticket, pairs)
         self._importer.start(key, ticket, peer, pairs, deadline)
 
     def abort(self, key: bytes) -> None:

@@ -58,23 +58,48 @@ def test_opening_a_block_touches_its_seal_only() -> None:
     assert region.staged_seals([2]) == [Stamp(EPOCH, 7)]
 
 
-def test_clear_makes_room_for_an_arrival() -> None:
+def test_what_is_expected_has_to_arrive() -> None:
     region = make_region()
     region.seal(EPOCH, [(1, 2), (2, 2)])
     region.staging.copy_(region.seals)
     region.kv.fill_(1.5)
-    region.clear((2,))  # a tuple, as a pull has it
+    region.expect((2,), EPOCH, (2,), (2,))  # tuples, as a pull has them
     assert region.trailers([1, 2]) == [Stamp(EPOCH, 2, 1), Stamp(0, 0, 0)]
     assert region.staged_seals([1, 2]) == [Stamp(EPOCH, 2), Stamp(0, 0)]
     assert (region.kv == 1.5).all()
     assert region.seals[2].any()
 
 
+LAST = 5
+DAMAGE: dict[str, tuple[str, int, int]] = {  # tensor, row, word
+    "epoch": ("trailer", 2, 0),
+    "id": ("trailer", LAST, 1),
+    "generation": ("trailer", 4, 2),
+    "epoch in the seal": ("staging", LAST, 0),
+    "generation in the seal": ("staging", 2, 1),
+}
+
+
+@pytest.mark.parametrize("what", ["", *DAMAGE])
+def test_all_stamps_are_compared_at_once(what: str) -> None:
+    region = make_region()
+    expected = region.expect((4, 2, LAST), EPOCH, (8, 2**40, 6), (9, 1, 2))
+    assert not region.has(expected)
+    trailers = region.spans.view(torch.int64)[:, region.layout.kv_bytes // 8 :]
+    for local, generation, remote in ((4, 8, 9), (2, 2**40, 1), (LAST, 6, 2)):
+        trailers[local, :4] = torch.tensor([EPOCH - 2**64, remote, generation, 77])
+        region.staging[local] = torch.tensor([EPOCH - 2**64, generation])
+    if what:
+        name, row, word = DAMAGE[what]
+        (trailers if name == "trailer" else region.staging)[row, word] ^= 1 << 33
+    assert region.has(expected) == (not what)
+
+
 def test_nothing_to_do_is_fine() -> None:
     region = make_region()
     region.open(EPOCH, [])
     region.seal(EPOCH, [])
-    region.clear([])
+    assert region.has(region.expect([], EPOCH, [], []))
     assert region.trailers([]) == region.staged_seals([]) == []
 
 

@@ -1,5 +1,7 @@
 """Seals that come as one piece go to the right places, and windows are not used twice."""
 
+import numpy as np
+
 from kvtransfer.layout import KVLayout, Stamp
 from kvtransfer.region import Region
 from kvtransfer.seal_windows import NUM_WINDOWS, SealWindows
@@ -18,7 +20,7 @@ def test_what_was_wanted_is_delivered_and_nothing_else() -> None:
     window = windows.take(6)
     assert window is not None
     windows.rows[window, :6] = theirs.seals
-    windows.deliver(window, [(4, 1), (0, 5)])
+    windows.deliver(window, np.array([4, 0], np.int32), np.array([1, 5], np.int32))
     found = ours.staged_seals(range(6))
     nothing = Stamp(0, 0)
     assert found == [nothing, Stamp(EPOCH, 9), nothing, nothing, nothing, Stamp(EPOCH, 1)]

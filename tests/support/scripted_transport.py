@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from kvtransfer.errors import TransportError
 from kvtransfer.layout import Stamp
@@ -39,9 +40,12 @@ class PlainMemory:
     def open(self, block: int, generation: int) -> None:
         self.seals[block] = Stamp(EPOCH, generation)
 
-    def clear(self, blocks: Sequence[int]) -> None:
+    def expect(self, blocks: Sequence[int], *stamps: Any) -> None:
         for block in blocks:
             self.stamps[block] = self.staging[block] = Stamp(0, 0, 0)
+
+    def has(self, expected: None) -> bool:
+        return False  # ask block by block
 
     def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
         return [self.stamps[block] for block in blocks]
