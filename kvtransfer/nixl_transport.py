@@ -1,8 +1,8 @@
 """Blocks by NIXL: one-sided READs over RDMA, shared memory or whatever UCX finds between workers.
 
-The only file that imports nixl. An agent is named by worker id and epoch, so a restarted worker is
-another agent. Both pools are described once, as lists of blocks; a read then names blocks by their
-index, and NIXL joins neighbours. Seals are read all at once (:mod:`kvtransfer.seal_windows`).
+An agent is named by worker id and epoch, so a restarted worker is another one. Both pools are
+described once, as lists of blocks; a read then names blocks by their index, and NIXL joins
+neighbours. Seals are read all at once (:mod:`kvtransfer.seal_windows`).
 
 **A read is settled only by DONE, by a disconnected remote, or by the end of our agent.** After any
 other error bytes may still land: such a read is logged and never reported, so its blocks stay in
@@ -14,11 +14,8 @@ Knows no tickets, and never moves blocks by other means: what does not work is a
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,24 +23,19 @@ import msgpack
 import numpy as np
 
 from kvtransfer.errors import PeerGone, TransportError
+from kvtransfer.nixl_agent import Indices, NixlAgent
 from kvtransfer.region import Region
-from kvtransfer.seal_windows import NUM_WINDOWS, WINDOW_ROWS, Indices, SealWindows
+from kvtransfer.seal_windows import NUM_WINDOWS, WINDOW_ROWS, SealWindows
 from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Completion, Part, Status, check_blocks, check_peer
 
 logger = logging.getLogger(__name__)
-
-# How long NIXL's own thread waits for an event before it looks by itself. nixl's Python class sets
-# 0, with which that thread burns a core while nothing happens: hence the bindings below it.
-_PROGRESS_US = 10_000
 
 # Bytes per post. Over shared memory a post copies, and nixl holds Python's lock meanwhile: in one
 # piece a long prompt's KV would stop the engine's thread for 50 ms.
 _POST_BYTES = 4 * 1024 * 1024
 
 _MAX_GONE = 1024  # dead incarnations that are remembered until they are forgotten
-
-_environment = threading.Lock()
 
 
 @dataclass
@@ -56,6 +48,11 @@ class _Peer:
     finished: int = 0  # posts whose bytes are here
     asked: Sequence[tuple[int, int]] = ()  # by the last read, and the same as two columns
     columns: Indices = field(default_factory=lambda: np.empty((2, 0), dtype=np.int32))
+
+    @property
+    def prepared(self) -> list[int]:
+        """All lists."""
+        return [*self.sides.values(), *(self.windows or ())]
 
 
 @dataclass
@@ -92,14 +89,8 @@ class NixlTransport:
         otherwise listen on every interface. Shared memory needs no device. ``ucx_tls``: what UCX
         may use ("tcp", "rc,sm"); "auto" leaves it to UCX.
         """
-        self._agent_name = f"{worker_id}-{epoch:016x}" + (f"-{build}" if build else "")
-        self._net_devices = net_devices
-        self._ucx_tls = ucx_tls
-        settings = {"UCX_NET_DEVICES": net_devices}
-        if ucx_tls != "auto":
-            settings["UCX_TLS"] = ucx_tls
-        with _environ(settings):
-            self._nixl, self._agent = self._create_agent()
+        name = f"{worker_id}-{epoch:016x}" + (f"-{build}" if build else "")
+        self._agent = NixlAgent(name, net_devices, ucx_tls)
         self._region: Region | None = None
         self._windows: SealWindows | None = None
         self._segment: Any = None
@@ -110,28 +101,10 @@ class NixlTransport:
         self._reads: dict[int, _Read] = {}
         self._next_handle = 0
 
-    def _create_agent(self) -> tuple[Any, Any]:
-        try:
-            from nixl import _bindings as nixl
-        except ImportError as error:
-            raise TransportError(
-                f"nixl cannot be imported ({error}): install the package nixl, which exists for "
-                "Linux, or choose the tcp transport"
-            ) from error
-        config = nixl.nixlAgentConfig()
-        config.useProgThread = True  # connections are made while nobody polls
-        config.pthrDelay = _PROGRESS_US
-        try:
-            agent = nixl.nixlAgent(self._agent_name, config)
-            agent.createBackend("UCX", {})
-        except Exception as error:  # the bindings' errors have no base class of their own
-            raise self._failure("create an agent with the UCX backend", error) from error
-        return nixl, agent
-
     def register(self, region: Region) -> bytes:
         """Give NIXL the pool; the metadata is that of the agent, and where the blocks lie."""
         on_host = region.spans.device.type == "cpu"
-        segment = self._nixl.DRAM_SEG if on_host else self._nixl.VRAM_SEG
+        segment = self._agent.segment(on_host)
         device = max(region.spans.get_device(), 0)
         windows = SealWindows(region)
         tensors = (region.spans, region.seals, region.staging, windows.rows)
@@ -141,20 +114,17 @@ class NixlTransport:
             for address, num_bytes, *_ in areas[:3]
         )
         try:
-            self._registered = self._nixl.nixlRegDList(segment, areas)
-            self._agent.registerMem(self._registered, [])
+            self._registered = self._agent.register(segment, areas)
             for part, rows in ((Part.KV, spans), (Part.SEALS, staging)):
-                self._sides[part] = self._prepare(
-                    self._nixl.NIXL_INIT_AGENT, rows, region.num_blocks, segment
-                )
+                self._sides[part] = self._agent.prepare("", rows, region.num_blocks, segment)
             fields = {
-                "agent": self._agent.getLocalMD(),
+                "agent": self._agent.raw.getLocalMD(),
                 "on_host": on_host,
                 "kv": spans,
                 "seals": seals,
             }
         except Exception as error:
-            raise self._failure(f"register {region.num_blocks} blocks", error) from error
+            raise self._agent.failure(f"register {region.num_blocks} blocks", error) from error
         self._region, self._windows, self._segment = region, windows, segment
         metadata: bytes = msgpack.packb(fields)
         return metadata
@@ -175,16 +145,16 @@ class NixlTransport:
             on_host, metadata = bool(fields["on_host"]), bytes(fields["agent"])
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise TransportError(f"the nixl card of {peer.worker_id} is malformed") from error
-        segment = self._nixl.DRAM_SEG if on_host else self._nixl.VRAM_SEG
+        segment = self._agent.segment(on_host)
         try:
-            loaded = self._agent.loadRemoteMD(metadata)
-            agent = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+            agent = self._agent.load(metadata)
             sides = {
-                part: self._prepare(agent, rows[part], peer.num_blocks, segment) for part in Part
+                part: self._agent.prepare(agent, rows[part], peer.num_blocks, segment)
+                for part in Part
             }
             windows = self._prepare_windows(agent, rows[Part.SEALS], peer.num_blocks, segment)
         except Exception as error:
-            raise self._failure(f"reach {peer.worker_id}", error) from error
+            raise self._agent.failure(f"reach {peer.worker_id}", error) from error
         self._peers[key] = _Peer(agent, peer.num_blocks, sides, windows)
 
     def pull(self, peer: AgentCard, part: Part, blocks: Sequence[tuple[int, int]]) -> int:
@@ -202,14 +172,14 @@ class NixlTransport:
         self._prepare_read(read, part)
         self._next_handle += 1
         self._reads[self._next_handle] = read
-        self._follow(read, self._agent.postXferReq)
+        self._follow(read, self._agent.raw.postXferReq)
         return self._next_handle
 
     def poll(self) -> list[Completion]:
         """Ask NIXL for the state of each read."""
         completions = []
         for number, read in list(self._reads.items()):
-            self._follow(read, self._agent.getXferStatus)
+            self._follow(read, self._agent.raw.getXferStatus)
             if not read.handles:
                 del self._reads[number]
                 self._leave_window(read)
@@ -235,52 +205,22 @@ class NixlTransport:
         if known is None:
             return
         for request in known.requests.values():
-            _quietly("release a read", self._agent.releaseXferReq, request)
-        for side in (*known.sides.values(), *(known.windows or ())):
-            _quietly("release a peer's blocks", self._agent.releasedDlistH, side)
-        _quietly("remove a peer", self._agent.invalidateRemoteMD, known.agent)
+            self._agent.release(request)
+        self._agent.forget(known.agent, known.prepared)
 
     def close(self) -> None:
         """Destroy the agent: nothing lands, and nothing can be read, after this."""
-        if self._agent is None:
+        if self._agent.raw is None:
             return
-        agent = self._agent
         peers = self._peers.values()
         requests = {handle for peer in peers for handle in peer.requests.values()}
-        for handle in requests.union(*(read.handles for read in self._reads.values())):
-            _quietly("release a read", agent.releaseXferReq, handle)
-        sides = [s for peer in peers for s in (*peer.sides.values(), *(peer.windows or ()))]
-        for side in [*sides, *self._sides.values()]:
-            _quietly("release a list of blocks", agent.releasedDlistH, side)
-        if self._registered is not None:
-            _quietly("deregister the pool", agent.deregisterMem, self._registered, [])
+        requests = requests.union(*(read.handles for read in self._reads.values()))
+        sides = [side for peer in peers for side in peer.prepared]
+        self._agent.destroy(list(requests), [*sides, *self._sides.values()], self._registered)
         self._reads.clear()
         self._peers.clear()
         self._sides.clear()
-        self._registered = self._region = self._windows = self._agent = None
-        del agent  # the last reference: it is destroyed here
-
-    def _prepare(
-        self,
-        agent: str,
-        rows: tuple[int, ...],
-        num_rows: int,
-        segment: Any,
-        used: int | None = None,
-    ) -> int:
-        """A prepared list of neighbours; ``rows``: first address, bytes, device.
-
-        ``used``: how many bytes of each row, if not all.
-        """
-        address, num_bytes, device = rows
-        # As (address, length, device) rows: NIXL's own serialised lists are pickles.
-        descriptors = np.empty((num_rows, 3), dtype=np.uint64)
-        descriptors[:, 0] = address + num_bytes * np.arange(num_rows, dtype=np.uint64)
-        descriptors[:, 1] = used or num_bytes
-        descriptors[:, 2] = device
-        areas = self._nixl.nixlXferDList(segment, descriptors)
-        handle: int = self._agent.prepXferDlist(agent, areas, [])
-        return handle
+        self._registered = self._region = self._windows = None
 
     def _prepare_windows(
         self, agent: str, seals: tuple[int, ...], num_blocks: int, segment: Any
@@ -293,10 +233,9 @@ class NixlTransport:
         used = num_blocks * row_bytes
         here = self._windows.rows
         rows = (here.data_ptr(), here[0].nbytes, max(here.get_device(), 0))
-        own = self._nixl.NIXL_INIT_AGENT
         return (
-            self._prepare(own, rows, NUM_WINDOWS, self._segment, used),
-            self._prepare(agent, (address, used, device), 1, segment),
+            self._agent.prepare("", rows, NUM_WINDOWS, self._segment, used),
+            self._agent.prepare(agent, (address, used, device), 1, segment),
         )
 
     def _prepare_read(self, read: _Read, part: Part) -> None:
@@ -313,14 +252,14 @@ class NixlTransport:
             for i in range(0, len(read.local), step):
                 some = slice(i, i + step)
                 read.handles.append(
-                    self._request(ours, read.local[some], theirs, read.remote[some])
+                    self._agent.request(ours, read.local[some], theirs, read.remote[some])
                 )
         except Exception as error:
             for handle in read.handles:
                 self._release(read, handle)
             read.failure = "not posted"
             self._leave_window(read)
-            raise self._failure(f"prepare a read from {read.source.agent}", error) from error
+            raise self._agent.failure(f"prepare a read from {read.source.agent}", error) from error
 
     def _use_window(self, read: _Read) -> bool:
         """Read all seals of the peer at once, unless it has too many or no window is free."""
@@ -335,15 +274,10 @@ class NixlTransport:
         if request is None:
             ours, theirs = source.windows
             indices = np.array([[read.window], [0]], dtype=np.int32)
-            request = self._request(ours, indices[0], theirs, indices[1])
+            request = self._agent.request(ours, indices[0], theirs, indices[1])
             source.requests[read.window] = request
         read.handles.append(request)
         return True
-
-    def _request(self, ours: int, local: Indices, theirs: int, remote: Indices) -> int:
-        """A READ that is not posted yet."""
-        handle: int = self._agent.makeXferReq(self._nixl.NIXL_READ, ours, local, theirs, remote)
-        return handle
 
     def _leave_window(self, read: _Read) -> None:
         """The read is settled: what came into its window goes on to the staging array."""
@@ -359,16 +293,16 @@ class NixlTransport:
         for handle in list(read.handles):
             try:
                 state = ask(handle)
-            except self._nixl.nixlRemoteDisconnectError:
+            except self._agent.nixl.nixlRemoteDisconnectError:
                 self._note_gone(read.peer)
                 read.failure = f"{read.peer[0]} disconnected during a nixl read"
             except Exception as error:
                 self._keep_unsettled(read, f"{type(error).__name__}: {error}")
                 continue
             else:
-                if state == self._nixl.NIXL_IN_PROG:
+                if state == self._agent.nixl.NIXL_IN_PROG:
                     continue
-                if state != self._nixl.NIXL_SUCCESS:
+                if state != self._agent.nixl.NIXL_SUCCESS:
                     self._keep_unsettled(read, str(state))
                     continue
                 read.source.finished += 1
@@ -380,7 +314,7 @@ class NixlTransport:
         """A request that is not to be posted again."""
         if read.window is not None:
             del read.source.requests[read.window]
-        _quietly("release a read", self._agent.releaseXferReq, handle)
+        self._agent.release(handle)
 
     def _note_gone(self, peer: tuple[str, int]) -> None:
         self._gone[peer] = None
@@ -392,35 +326,3 @@ class NixlTransport:
         if not read.failure:
             logger.error("a nixl read from %s fails, but is not over: %s", read.peer[0], error)
         read.failure = f"a nixl read from {read.peer[0]} failed: {error}"
-
-    def _failure(self, what: str, error: Exception) -> TransportError:
-        return TransportError(
-            f"nixl could not {what} ({type(error).__name__}: {error}); the agent is "
-            f"{self._agent_name}, UCX_NET_DEVICES is {self._net_devices!r}, UCX_TLS is "
-            f"{self._ucx_tls!r}: check that both hosts have them (ucx_info -d), or choose the tcp "
-            "transport"
-        )
-
-
-@contextmanager
-def _environ(settings: dict[str, str]) -> Iterator[None]:
-    """UCX takes its settings from the environment while a backend is created, and only then."""
-    with _environment:
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-
-def _quietly(what: str, act: Callable[..., object], *args: object) -> None:
-    """On the way out an error changes nothing any more."""
-    try:
-        act(*args)
-    except Exception as error:
-        logger.warning("nixl could not %s: %s: %s", what, type(error).__name__, error)

@@ -15,7 +15,7 @@ import torch
 
 from kvtransfer.region import Region
 
-Indices = np.ndarray[Any, np.dtype[np.int32]]
+Rows = np.ndarray[Any, np.dtype[np.int32]]  # their numbers
 
 NUM_WINDOWS = 16
 WINDOW_ROWS = 4096  # 64 KiB of seals; those of a larger pool are read one by one
@@ -43,7 +43,7 @@ class SealWindows:
         """The read into it is settled."""
         self._free.append(window)
 
-    def deliver(self, window: int, remote: Indices, local: Indices) -> None:
+    def deliver(self, window: int, remote: Rows, local: Rows) -> None:
         """Copy the seals of ``remote`` blocks to the staging array, at ``local`` ones."""
         if isinstance(self._staging, torch.Tensor):
             theirs, ours = (

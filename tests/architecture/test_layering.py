@@ -33,8 +33,8 @@ ALLOWED = {
 
 HEAVY = {
     "ray": {"services/app.py", "services/registry.py"},
-    "nixl": {"kvtransfer/nixl_transport.py"},
-    "nixl_cu12": {"kvtransfer/nixl_transport.py"},
+    "nixl": {"kvtransfer/nixl_agent.py"},
+    "nixl_cu12": {"kvtransfer/nixl_agent.py"},
     "fastapi": {"router/api.py"},
     "transformers": set(),
 }
