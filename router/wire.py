@@ -381,6 +381,7 @@ class Load:
     failed_pulls: int
     expired_leases: int
     early_blocks: int = 0  # of the pulled ones, those that came before the ticket
+    owed_blocks: int = 0  # of the free and cached ones: those that who is here will come to need
     agent_rebuilds: int = 0  # of the KV transport, to settle reads that did not end
     faults: Mapping[str, int] = field(default_factory=dict)  # injected into transfers, by kind
 

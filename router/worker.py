@@ -262,7 +262,8 @@ class Worker:
         )
         free = 0
         if load is not None:
-            free = load.blocks.get("free", 0) + load.blocks.get("cached", 0) - blocks
+            free = load.blocks.get("free", 0) + load.blocks.get("cached", 0)
+            free -= load.owed_blocks + blocks
         if self.refused_blocks is not None:
             free = min(free, self.refused_blocks - 1)
         pending = max(0, tokens + (load.waiting_tokens if load else 0))

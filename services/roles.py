@@ -321,6 +321,7 @@ class Roles:
             failed_pulls=self._decode.stats.failed,
             expired_leases=self._prefill.exporter.expired_count,
             early_blocks=self._decode.stats.early_blocks,
+            owed_blocks=scheduler.num_owed,
             agent_rebuilds=rebuilds,
             faults=faults,
         )

@@ -59,6 +59,7 @@ def test_a_hand_off_from_reserve_to_release(pair: Pair, length: int) -> None:
     pulled = only(pair.arrive(only_key(pair.d)))
     blocks = -(-length // BLOCK)
     assert pulled == wire.Pulled(b"a", 0, blocks, blocks * SPAN, 0.0)
+    assert pair.d.roles.load().owed_blocks == 1  # it will grow
     assert pair.p.say(wire.Release(answer.ticket_id), wire.Release(answer.ticket_id)) == []
     tokens = pair.d.run()
     assert [m.first_index for m in tokens if isinstance(m, wire.Tokens)] == [1, 2, 3]
@@ -66,7 +67,7 @@ def test_a_hand_off_from_reserve_to_release(pair: Pair, length: int) -> None:
     got = [answer.token, *(m.ids[0] for m in tokens if isinstance(m, wire.Tokens))]
     assert got == naive(ids, length, SamplingParams(4), MAX_LEN)
     load = pair.d.roles.load()
-    assert (load.computed_prompt_tokens, load.generated_tokens) == (0, 3)
+    assert (load.computed_prompt_tokens, load.generated_tokens, load.owed_blocks) == (0, 3, 0)
     assert (load.pulled_blocks, load.pulled_bytes) == (blocks, blocks * SPAN)
     assert pair.p.roles.load().computed_prompt_tokens == length
     pair.check_idle()

@@ -89,6 +89,12 @@ def test_load_is_corrected_by_what_was_sent_since() -> None:
     assert (view.num_seqs, view.pending_tokens, view.free_blocks) == (3, 70, 50)
 
 
+def test_blocks_that_others_will_come_to_need_are_not_free() -> None:
+    worker, _ = connected()
+    worker.receive(replace(LOAD, owed_blocks=7))
+    assert worker.view().free_blocks == 43
+
+
 def test_a_call_gets_its_messages_and_ends_once() -> None:
     async def scenario() -> None:
         worker, link = connected()
