@@ -97,7 +97,8 @@ class _Exchange:
             self._whole(response)
 
     def close(self) -> None:
-        if self._sock is not None and self.reply.end == CUT and self._cut and self._cut.hard:
+        cut = self.reply.end == CUT and self._cut is not None and self._cut.hard
+        if self._sock is not None and self._sock.fileno() >= 0 and cut:  # not closed by http.client
             off_and_zero = struct.pack("ii", 1, 0)  # the kernel sends a reset instead of a FIN
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, off_and_zero)
         self._http.close()

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.chaos import exchange
@@ -51,14 +51,19 @@ class Load:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._failures: list[Exception] = []
         for _ in range(num_clients):
             self._start(self._client)
 
     def stop(self) -> None:
-        """Wait until the requests that are under way have ended."""
+        """Wait until the requests that are under way have ended. Raises what a client has died of:
+        the load was not what it should have been.
+        """
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        if self._failures:
+            raise self._failures[0]
 
     def flood(self, count: int) -> None:
         """So many long prompts more, at once."""
@@ -66,10 +71,16 @@ class Load:
             how = Asking(number, len(self._questions) - 1, number % 2 == 0, f"flood-{number}", None)
             self._start(self._ask, how, True)
 
-    def _start(self, target: object, *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)  # type: ignore[arg-type]
+    def _start(self, act: Callable[..., object], *args: object) -> None:
+        thread = threading.Thread(target=self._run, args=(act, *args), daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _run(self, act: Callable[..., object], *args: object) -> None:
+        try:
+            act(*args)
+        except Exception as error:
+            self._failures.append(error)
 
     def _number(self) -> int:
         with self._lock:
