@@ -33,7 +33,7 @@ from kvtransfer.importer import Arrived, Event, PullFailed
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
 from router import wire
 from services.engine.engine import Engine, Reservation
-from services.engine.scheduler import Output
+from services.engine.scheduler import ERROR, NOT_FINITE, Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
 from services.pulls import Intake, Pulls, PullStats, pull_key, split_pull_key
@@ -305,10 +305,7 @@ class DecodeService:
         opened = self._open.get(output.key)
         if opened is None:
             return False
-        tokens = wire.Tokens(
-            *output.key, output.index, (output.token,), output.finish, output.num_cached
-        )
-        self._outbox.put(opened.link, tokens)
+        self._outbox.put(opened.link, _message(output))
         if output.finish:
             del self._open[output.key]
         return True
@@ -355,3 +352,9 @@ class DecodeService:
                 assert opened.reserved.intake.in_flight, "it waits for nothing"
         assert not any(intake.settled for intake in self._settling.values())
         assert self._settling.keys() == self._engine.quarantined
+
+
+def _message(output: Output) -> wire.Tokens | wire.Failed:
+    if output.finish == ERROR:
+        return wire.Failed(*output.key, kind="internal", message=NOT_FINITE)
+    return wire.Tokens(*output.key, output.index, (output.token,), output.finish, output.num_cached)

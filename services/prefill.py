@@ -20,7 +20,7 @@ from kvtransfer.exporter import Exporter
 from kvtransfer.hashing import ID_BYTES, packed_prefix_hash, unpack_ids
 from router import wire
 from services.engine.engine import Engine
-from services.engine.scheduler import Output
+from services.engine.scheduler import ERROR, NOT_FINITE, Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
 
@@ -66,6 +66,10 @@ class PrefillService:
         if opened is None:
             return False
         request, attempt = output.key
+        if output.finish == ERROR:
+            failed = wire.Failed(request, attempt, kind="internal", message=NOT_FINITE)
+            self._outbox.put(opened.link, failed)
+            return True
         ticket = b""
         ticket_id = b""
         lease_ms = num_tokens = 0

@@ -44,6 +44,8 @@ class BlockPool:
         self._names: dict[int, bytes] = {}
         self._by_name: dict[bytes, int] = {}
         self._opened: list[tuple[int, int]] = []
+        self._spoiled: set[int] = set()
+        self._to_zero: list[int] = []
 
     @property
     def num_usable(self) -> int:
@@ -83,6 +85,9 @@ class BlockPool:
             self.generations[block] = generation + 1 if generation % 2 == 0 else generation + 2
             self._opened.append((block, self.generations[block]))
             self._refs[Hold.ACTIVE][block] = 1
+            if block in self._spoiled:
+                self._spoiled.remove(block)
+                self._to_zero.append(block)
             blocks.append(block)
         return blocks
 
@@ -129,15 +134,34 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def discard(self, blocks: Sequence[int], hold: Hold = Hold.ACTIVE) -> None:
+        """:meth:`release` blocks in which there may be anything, also what is not a number. Nobody
+        finds them by a name any more, and who gets one next has to zero it.
+        """
+        for block in blocks:
+            self._spoiled.add(block)
+            if block in self._names:
+                self._forget_name(block)
+        self.release(blocks, hold)
+
+    def take_spoiled(self) -> list[int]:
+        """Discarded blocks that were handed out since the last call; to be zeroed before anything
+        is written.
+        """
+        blocks, self._to_zero = self._to_zero, []
+        return blocks
+
     def seal(self, block: int) -> int:
         """The last write has retired: make the generation even (idempotent), and return it."""
         self.generations[block] += self.generations[block] % 2
         return self.generations[block]
 
     def name(self, block: int, name: bytes) -> None:
-        """Enter a sealed block into the prefix cache, unless another one has that name."""
+        """Enter a sealed block into the prefix cache, unless another one has that name or this one
+        was discarded.
+        """
         assert self.generations[block] % 2 == 0, "an open block is not cached"
-        if self.prefix_cache and name not in self._by_name:
+        if self.prefix_cache and name not in self._by_name and block not in self._spoiled:
             self._by_name[name] = block
             self._names[block] = name
 

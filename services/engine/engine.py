@@ -16,9 +16,16 @@ from services.engine.sequence import Key, SamplingParams, Sequence, Status
 
 
 class Runner(Protocol):
-    """What computes a plan. Returns one token per row (any value where the row does not sample)."""
+    """What computes a plan. Returns one token per row (any value where the row does not sample,
+    NO_TOKEN where what came out is not a number).
+    """
 
     def run(self, plan: Plan) -> list[int]: ...
+
+    def zero(self, blocks: list[int]) -> None:
+        """Who was handed these out need not fill them. Attention gives no weight to what is behind
+        a sequence's end, but nothing times infinity is not nothing.
+        """
 
     def publish(
         self, opened: tuple[tuple[int, int], ...], sealed: list[tuple[int, int]]
@@ -35,6 +42,11 @@ class Reservation:
     num_cached: int
     num_tokens: int
     salt: bytes
+
+    @property
+    def pulled(self) -> list[int]:
+        """The others, which come by pulls."""
+        return list(self.blocks[self.num_cached :])
 
 
 class Engine:
@@ -55,7 +67,7 @@ class Engine:
         self.stalled = False  # the last step had work but no room: only a command can help
         self._seqs: dict[Key, Sequence] = {}
         self._reserved: dict[Key, Reservation] = {}
-        self._quarantined: dict[Key, tuple[int, ...]] = {}
+        self._quarantined: dict[Key, list[int]] = {}
 
     # --- sequences -----------------------------------------------------------------------------
 
@@ -80,6 +92,7 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """Compute one plan; returns the new tokens. ``now`` is any monotonic clock's time."""
         plan = self.scheduler.schedule(now)
+        self.runner.zero(self.pool.take_spoiled())
         self.stalled = not plan.rows
         if self.stalled:
             self.runner.publish(plan.opened, [])
@@ -110,7 +123,8 @@ class Engine:
             self.scheduler.remove(seq)
         reservation = self._reserved.pop(key, None)
         if reservation is not None:
-            self.pool.release(reservation.blocks)
+            self.pool.release(reservation.blocks[: reservation.num_cached])
+            self.pool.discard(reservation.pulled)
 
     def never_fits(self, num_tokens: int) -> str:
         """Why a sequence that grows to ``num_tokens`` can never run here, or ""."""
@@ -163,6 +177,7 @@ class Engine:
             self.pool.release(hit)
             return None
         # Published now, not with the next plan: a pull may write to these blocks before that.
+        self.runner.zero(self.pool.take_spoiled())
         self.runner.publish(self.pool.take_opened(), [])
         reservation = Reservation((*hit, *fresh), len(hit), len(ids), salt)
         self._reserved[key] = reservation
@@ -183,15 +198,13 @@ class Engine:
         :meth:`settle`.
         """
         reservation = self._reserved.pop(key)
-        cached = reservation.blocks[: reservation.num_cached]
-        pulled = reservation.blocks[reservation.num_cached :]
-        self.pool.release(cached)
-        self.pool.move(pulled, Hold.ACTIVE, Hold.QUARANTINED)
-        self._quarantined[key] = pulled
+        self.pool.release(reservation.blocks[: reservation.num_cached])
+        self.pool.move(reservation.pulled, Hold.ACTIVE, Hold.QUARANTINED)
+        self._quarantined[key] = reservation.pulled
 
     def settle(self, key: Key) -> None:
         """Nothing more arrives for a quarantined key."""
-        self.pool.release(self._quarantined.pop(key), Hold.QUARANTINED)
+        self.pool.discard(self._quarantined.pop(key), Hold.QUARANTINED)
 
     @property
     def quarantined(self) -> set[Key]:

@@ -47,6 +47,11 @@ class ModelRunner:
                 tokens[index] = token
         return tokens
 
+    def zero(self, blocks: list[int]) -> None:
+        """See :class:`~services.engine.engine.Runner`."""
+        for block in blocks:
+            self.region.spans[block].zero_()
+
     def publish(self, opened: tuple[tuple[int, int], ...], sealed: list[tuple[int, int]]) -> None:
         """Make block generations visible to peers: opened before, sealed after their writes."""
         self.region.open(self.epoch, opened)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.scheduler import Row
+from services.engine.scheduler import NO_TOKEN, Row
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -81,9 +81,15 @@ def _truncate(values: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """One token per row; ``logits`` is ``[num_rows, vocab_size]``."""
+    """One token per row; ``logits`` is ``[num_rows, vocab_size]``.
+
+    NO_TOKEN where they are not finite: an argmax would take the first NaN for the best.
+    """
     tokens: list[int] = logits.argmax(-1).tolist()
+    finite = logits.amax(-1).isfinite().tolist()
     for index, row in enumerate(rows):
-        if row.params.temperature > 0 or row.end - row.num_prompt < row.params.min_tokens:
+        if not finite[index]:
+            tokens[index] = NO_TOKEN
+        elif row.params.temperature > 0 or row.end - row.num_prompt < row.params.min_tokens:
             tokens[index] = int(scores(logits[index], row).argmax())
     return tokens

@@ -22,6 +22,12 @@ from services.engine.sequence import Key, SamplingParams, Sequence, Status
 MAX_PASSED = 16
 """Later sequences that may start while an earlier one waits for room."""
 
+NO_TOKEN = -1
+"""Of a row that samples: what was computed is not a number."""
+
+ERROR = "error"
+NOT_FINITE = "the model's output is not a number: damaged KV or weights"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -53,7 +59,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Output:
-    """One new token of a sequence. ``finish``: "stop", "length", or "" when more follow."""
+    """One new token of a sequence. ``finish``: "stop", "length", or "" when more follow; or ERROR,
+    without a token.
+    """
 
     key: Key
     index: int  # counted from the prompt's end
@@ -183,6 +191,9 @@ class Scheduler:
             seq = by_key[row.key]
             prompt_part = min(row.end, seq.num_prompt) - min(row.start, seq.num_prompt)
             self.stats.computed_prompt_tokens += prompt_part
+            if row.sample and token == NO_TOKEN:
+                outputs.append(self._discard(seq))
+                continue
             sealed += self._advance(seq, row.end)
             if row.sample:
                 outputs.append(self._append(seq, token))
@@ -333,6 +344,16 @@ class Scheduler:
         elif finish:
             self.remove(seq)
         return Output(seq.key, index, token, finish, held, seq.num_cached, seq.started)
+
+    def _discard(self, seq: Sequence) -> Output:
+        """End a sequence whose KV is not to be trusted: nobody shall find it in the cache."""
+        self.running.remove(seq)
+        self.pool.discard(seq.blocks)
+        seq.blocks = []
+        seq.status = Status.FINISHED
+        return Output(
+            seq.key, seq.num_generated, NO_TOKEN, ERROR, False, seq.num_cached, seq.started
+        )
 
     def _seal_tail(self, seq: Sequence) -> list[tuple[int, int]]:
         """A held sequence writes no more: seal its last, partial block."""

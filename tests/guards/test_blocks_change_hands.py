@@ -10,6 +10,7 @@ import pytest
 
 from kvtransfer.hashing import block_hashes, pack_ids
 from router import wire
+from services.engine.blocks import BlockPool
 from services.engine.engine import Engine, Reservation
 from services.engine.scheduler import Plan, Scheduler
 from services.engine.sequence import Key
@@ -95,6 +96,7 @@ def test_kv_is_shared_only_once_it_is_verified(
     Answer(OTHER, b"before").hand_off(d, p)
     if not guarded:
         monkeypatch.setattr(Engine, "reserve", naming(Engine.reserve))
+        monkeypatch.setattr(BlockPool, "discard", BlockPool.release)  # which keeps names
 
     asked = Answer(ASKED)
     d.reads.fault = lambda pairs: []

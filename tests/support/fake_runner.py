@@ -61,6 +61,7 @@ class FakeRunner:
         self.kv: dict[int, dict[int, Slot]] = {}
         self.generations: dict[int, int] = {}  # as published
         self.plans: list[Plan] = []
+        self.zeroed: list[int] = []
 
     def run(self, plan: Plan) -> list[int]:
         """Compute the plan's states; one token per row, -1 where it does not sample."""
@@ -79,6 +80,10 @@ class FakeRunner:
         for block, generation in sealed:
             assert generation == self.generations[block] + 1, "sealed twice, or never opened"
             self.generations[block] = generation
+
+    def zero(self, blocks: list[int]) -> None:
+        """Note it; it is the caller's business that they are nobody's yet."""
+        self.zeroed += blocks
 
     def write(self, block: int, index: int, ids: Sequence[int]) -> None:
         """What a pull does: fill a sequence's block ``index`` with the KV of ``ids``."""

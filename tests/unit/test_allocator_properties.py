@@ -39,6 +39,7 @@ class Allocator(RuleBasedStateMachine):
         self.content: dict[int, int] = {}  # what lies in a block now
         self.promised: dict[int, int] = {}  # what lies in a sealed block until it is handed out
         self.before = list(self.pool.generations)
+        self.spoiled: set[int] = set()
 
     def pick(self, index: int, *holds: Hold) -> Holder | None:
         found = [h for h in self.holders if h.hold in holds and h.blocks]
@@ -65,6 +66,9 @@ class Allocator(RuleBasedStateMachine):
         assert not set(blocks) & set(self.held()), "a block is in two hands"
         assert 0 not in blocks, "the padding block was handed out"
         assert opened == tuple((block, self.pool.generations[block]) for block in blocks)
+        assert set(self.pool.take_spoiled()) == self.spoiled.intersection(blocks)
+        assert self.pool.take_spoiled() == []
+        self.spoiled.difference_update(blocks)
         for block in blocks:
             grown = self.pool.generations[block] - generations[block]
             assert grown == (2 if generations[block] % 2 else 1)
@@ -127,6 +131,13 @@ class Allocator(RuleBasedStateMachine):
             holder = self.holders.pop(index % len(self.holders))
             self.pool.release(holder.blocks, holder.hold)
 
+    @rule(index=INDEX)
+    def discard(self, index: int) -> None:
+        if self.holders:
+            holder = self.holders.pop(index % len(self.holders))
+            self.pool.discard(holder.blocks, holder.hold)
+            self.spoiled.update(holder.blocks)
+
     @rule(value=VALUES)
     def late_bytes(self, value: int) -> None:
         """What a pull that was given up may do to its blocks, until they are released."""
@@ -159,6 +170,7 @@ class Allocator(RuleBasedStateMachine):
         for value, block in named.items():
             assert self.promised.get(block) == value, "a name of a block that was given away"
         assert not named or self.pool.prefix_cache
+        assert not self.spoiled & set(named.values()), "what was discarded is found by a name"
 
     @invariant()
     def nothing_is_lost_or_in_two_places(self) -> None:
