@@ -246,7 +246,7 @@ class Importer:
         try:
             _check_pull(pull)
             ticket = pull.ticket
-            indices = [index for index, _ in pull.pairs]
+            indices, _ = zip(*pull.pairs, strict=True)
             ids = [ticket.block_ids[index] for index in indices]
             generations = [ticket.generations[index] for index in indices]
             pull.reads = tuple(zip(ids, pull.blocks, strict=True))

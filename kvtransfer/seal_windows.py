@@ -13,22 +13,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvtransfer.layout import SEAL_BYTES
 from kvtransfer.region import Region
-
-Rows = np.ndarray[Any, np.dtype[np.int32]]  # their numbers
 
 NUM_WINDOWS = 16
 WINDOW_ROWS = 4096  # 64 KiB of seals; those of a larger pool are read one by one
+
+Rows = np.ndarray[Any, np.dtype[np.int32]]  # their numbers
+
+_SEAL = np.dtype((np.void, SEAL_BYTES))
 
 
 class SealWindows:
     """``rows`` is int64 ``[NUM_WINDOWS, WINDOW_ROWS, 2]``, on the device of the pool."""
 
     def __init__(self, region: Region) -> None:
-        self._staging = _writable(region.staging)
         shape = (NUM_WINDOWS, WINDOW_ROWS, 2)
         self.rows = torch.zeros(shape, dtype=torch.int64, device=region.staging.device)
-        self._rows = _writable(self.rows)
+        self._staging, self._rows = _seals(region.staging), _seals(self.rows)
+        self._nothing: Any = 0 if self._rows is self.rows else np.zeros((), _SEAL)
         self._free = list(range(NUM_WINDOWS))
 
     def take(self, num_rows: int) -> int | None:
@@ -36,7 +39,7 @@ class SealWindows:
         if not self._free:
             return None
         window = self._free.pop()
-        self._rows[window, :num_rows] = 0
+        self._rows[window, :num_rows] = self._nothing
         return window
 
     def give_back(self, window: int) -> None:
@@ -54,6 +57,6 @@ class SealWindows:
             self._staging[local] = self._rows[window, remote]
 
 
-def _writable(tensor: torch.Tensor) -> Any:
-    """On the host by numpy, as in :class:`kvtransfer.region.Region`."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+def _seals(tensor: torch.Tensor) -> Any:
+    """On the host by numpy, a seal as one item, as in :class:`kvtransfer.region.Region`."""
+    return tensor.numpy().view(_SEAL)[..., 0] if tensor.device.type == "cpu" else tensor

@@ -77,6 +77,7 @@ DAMAGE: dict[str, tuple[str, int, int]] = {  # tensor, row, word
     "generation": ("trailer", 4, 2),
     "epoch in the seal": ("staging", LAST, 0),
     "generation in the seal": ("staging", 2, 1),
+    "a checksum, which has to be looked at": ("trailer", 2, 3),
 }
 
 
@@ -87,7 +88,7 @@ def test_all_stamps_are_compared_at_once(what: str) -> None:
     assert not region.has(expected)
     trailers = region.spans.view(torch.int64)[:, region.layout.kv_bytes // 8 :]
     for local, generation, remote in ((4, 8, 9), (2, 2**40, 1), (LAST, 6, 2)):
-        trailers[local, :4] = torch.tensor([EPOCH - 2**64, remote, generation, 77])
+        trailers[local, :4] = torch.tensor([EPOCH - 2**64, remote, generation, 0])
         region.staging[local] = torch.tensor([EPOCH - 2**64, generation])
     if what:
         name, row, word = DAMAGE[what]

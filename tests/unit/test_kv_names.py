@@ -1,6 +1,7 @@
 """Names of blocks, layouts and tickets: what two workers must agree on byte for byte."""
 
 import dataclasses
+import hmac
 
 import pytest
 from hypothesis import given, strategies as st
@@ -8,7 +9,7 @@ from hypothesis import given, strategies as st
 from kvtransfer.errors import LayoutMismatch, TicketError
 from kvtransfer.hashing import block_hash, block_hashes, pack_ids, prefix_hash, unpack_ids
 from kvtransfer.layout import SEAL_BYTES, TRAILER_BYTES, KVLayout
-from kvtransfer.ticket import Ticket, open_ticket
+from kvtransfer.ticket import Hmac, Ticket, open_ticket
 
 LAYOUT = KVLayout(
     weights="ab" * 32,
@@ -139,6 +140,13 @@ TICKET = Ticket(
 
 def test_a_ticket_survives_the_wire() -> None:
     assert open_ticket(TICKET.sign(b"secret"), b"secret") == TICKET
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=300), max_size=3))
+def test_the_signature_is_hmac_sha256(secret: bytes, messages: list[bytes]) -> None:
+    ours = Hmac(secret)
+    for message in messages:
+        assert ours.digest(message) == hmac.digest(secret, message, "sha256")
 
 
 def test_a_ticket_of_another_deployment_is_refused() -> None:
