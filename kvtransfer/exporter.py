@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtransfer.ticket import Ticket
+from kvtransfer.ticket import sign_ticket
 
 TICKET_ID_BYTES = 16
 
@@ -61,9 +61,7 @@ class Exporter:
     ) -> None:
         assert epoch != 0
         self.lease_s = lease_s
-        self._worker_id = worker_id
-        self._epoch = epoch
-        self._fingerprint = fingerprint
+        self._same = {"worker_id": worker_id, "epoch": epoch, "fingerprint": fingerprint}  # always
         self._secret = secret
         self._new_id = new_id
         self._leases: dict[bytes, _Lease] = {}
@@ -98,11 +96,12 @@ class Exporter:
         now: float,
     ) -> Export:
         """Lease sealed ``(block id, generation)`` pairs to ``owner`` and sign their ticket."""
-        ticket = self._ticket(0, blocks, num_tokens, prefix)
-        assert ticket.ticket_id not in self._leases
-        self._leases[ticket.ticket_id] = _Lease(owner, list(ticket.block_ids), now + self.lease_s)
+        ticket_id = self._new_id(TICKET_ID_BYTES)
+        assert ticket_id not in self._leases
+        block_ids, packed = self._sign(ticket_id, 0, blocks, num_tokens, prefix)
+        self._leases[ticket_id] = _Lease(owner, block_ids, now + self.lease_s)
         self._exported += 1
-        return Export(ticket.ticket_id, ticket.sign(self._secret), self.lease_s)
+        return Export(ticket_id, packed, self.lease_s)
 
     def sign_part(
         self, first_block: int, blocks: Sequence[tuple[int, int]], num_tokens: int, prefix: bytes
@@ -112,7 +111,8 @@ class Exporter:
         It reaches from block ``first_block`` to the end of ``num_tokens``. Whoever gives the blocks
         up meanwhile need not care: then their seals differ.
         """
-        return self._ticket(first_block, blocks, num_tokens, prefix).sign(self._secret)
+        ticket_id = self._new_id(TICKET_ID_BYTES)
+        return self._sign(ticket_id, first_block, blocks, num_tokens, prefix)[1]
 
     def renew(self, ticket_ids: Sequence[bytes], now: float) -> list[bytes]:
         """Extend leases; returns those that are over or unknown. Never revives one."""
@@ -147,22 +147,28 @@ class Exporter:
         """Every ticket is leased, released or expired: assert it."""
         assert self._exported == len(self._leases) + sum(self._ended.values())
 
-    def _ticket(
-        self, first_block: int, blocks: Sequence[tuple[int, int]], num_tokens: int, prefix: bytes
-    ) -> Ticket:
-        block_ids, generations = zip(*blocks, strict=True) if blocks else ((), ())
+    def _sign(
+        self,
+        ticket_id: bytes,
+        first_block: int,
+        blocks: Sequence[tuple[int, int]],
+        num_tokens: int,
+        prefix: bytes,
+    ) -> tuple[list[int], bytes]:
+        """The ids of ``blocks``, and a packed :class:`kvtransfer.ticket.Ticket` for them."""
+        block_ids = [block for block, _ in blocks]
+        generations = [generation for _, generation in blocks]
         assert not any(map((1).__and__, generations)), "an unsealed block has an odd generation"
-        return Ticket(
-            ticket_id=self._new_id(TICKET_ID_BYTES),
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            block_ids=block_ids,
-            generations=generations,
-            fingerprint=self._fingerprint,
-            num_tokens=num_tokens,
-            prefix=prefix,
-            first_block=first_block,
-        )
+        fields = {
+            **self._same,
+            "ticket_id": ticket_id,
+            "block_ids": block_ids,
+            "generations": generations,
+            "num_tokens": num_tokens,
+            "prefix": prefix,
+            "first_block": first_block,
+        }
+        return block_ids, sign_ticket(fields, self._secret)
 
     def _end(self, ticket_id: bytes, status: LeaseStatus) -> list[int]:
         self._ended[status] += 1

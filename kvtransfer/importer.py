@@ -93,8 +93,8 @@ class _Pull:
     key: bytes
     ticket: Ticket
     peer: AgentCard
-    pairs: tuple[tuple[int, int], ...]  # (index into the ticket's blocks, local block)
-    blocks: tuple[int, ...]  # the local ones
+    indices: tuple[int, ...]  # into the ticket's blocks ...
+    blocks: tuple[int, ...]  # ... and the local block for each
     deadline: float
     reads: tuple[tuple[int, int], ...] = ()  # (remote block, local block)
     expected: Any = None  # see BlockMemory
@@ -167,8 +167,8 @@ class Importer:
         if not pairs:
             self._tell(Arrived(key, (), 0))
             return
-        blocks = tuple([local for _, local in pairs])
-        pull = self._live[key] = _Pull(key, ticket, peer, tuple(pairs), blocks, deadline)
+        indices, blocks = zip(*pairs, strict=True)
+        pull = self._live[key] = _Pull(key, ticket, peer, indices, blocks, deadline)
         self._read_kv(pull)
 
     def abort(self, key: bytes) -> None:
@@ -246,9 +246,8 @@ class Importer:
         try:
             _check_pull(pull)
             ticket = pull.ticket
-            indices, _ = zip(*pull.pairs, strict=True)
-            ids = [ticket.block_ids[index] for index in indices]
-            generations = [ticket.generations[index] for index in indices]
+            ids = [ticket.block_ids[index] for index in pull.indices]
+            generations = [ticket.generations[index] for index in pull.indices]
             pull.reads = tuple(zip(ids, pull.blocks, strict=True))
             pull.expected = self._memory.expect(pull.blocks, ticket.epoch, generations, ids)
             self.transport.connect(pull.peer)
@@ -292,7 +291,7 @@ class Importer:
     def _verify(self, pull: _Pull) -> None:
         """SEALS_IN_FLIGHT → arrived or failed."""
         reason = first_difference(
-            pull.ticket, pull.pairs, self._memory, pull.expected, self._checksums
+            pull.ticket, pull.indices, pull.blocks, self._memory, pull.expected, self._checksums
         )
         if reason:
             self._fail(pull, reason)
@@ -336,7 +335,7 @@ class Importer:
         if self._build is None or not self._pulls:
             return False
         draining = [
-            (pull.given_up, len(pull.pairs))
+            (pull.given_up, len(pull.blocks))
             for pull in self._pulls.values()
             if pull.status is PullStatus.DRAINING
             and pull.given_up is not None
@@ -393,5 +392,5 @@ def _check_pull(pull: _Pull) -> None:
         if ours != theirs:
             raise TransportError(f"ticket and peer differ in {name}: {ours!r} against {theirs!r}")
     num_blocks = len(ticket.block_ids)
-    if not 0 <= min(pull.pairs)[0] <= max(pull.pairs)[0] < num_blocks:
+    if not 0 <= min(pull.indices) <= max(pull.indices) < num_blocks:
         raise TicketError(f"the ticket has {num_blocks} blocks, fewer than were asked for")

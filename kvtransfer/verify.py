@@ -47,18 +47,18 @@ class BlockMemory(Protocol):
 
 def first_difference(
     ticket: Ticket,
-    pairs: Sequence[tuple[int, int]],
+    indices: Sequence[int],
+    blocks: Sequence[int],
     memory: BlockMemory,
     expected: Any,
     checksums: bool,
 ) -> str:
-    """Why the ``(index into the ticket's blocks, local block)`` are not the ticket's, or ""."""
+    """Why the local ``blocks`` are not those at ``indices`` of the ticket, or ""."""
     if not checksums and memory.has(expected):
         return ""
-    blocks = [local for _, local in pairs]
     trailers = memory.trailers(blocks)
     seals = memory.staged_seals(blocks)
-    for (index, _), trailer, seal in zip(pairs, trailers, seals, strict=True):
+    for index, trailer, seal in zip(indices, trailers, seals, strict=True):
         block, generation = ticket.block_ids[index], ticket.generations[index]
         if not trailer_matches(trailer, ticket.epoch, generation, block):
             return f"block {block} of {ticket.worker_id} is not the ticket's: {trailer}"

@@ -51,13 +51,20 @@ class ModelRunner:
         """See :class:`~services.engine.engine.Runner`."""
         for block in blocks:
             self.region.spans[block].zero_()
+        if blocks:
+            self._wait()  # a pull may write to them next
 
     def publish(self, opened: tuple[tuple[int, int], ...], sealed: list[tuple[int, int]]) -> None:
         """Make block generations visible to peers: opened before, sealed after their writes."""
         self.region.open(self.epoch, opened)
         self.region.seal(self.epoch, sealed, self.checksums)
-        device = self.region.spans.device
-        if sealed and device.type == "cuda":
+        if sealed:
             # Whoever hears of these blocks next may let a peer read them: their writes must be over
             # then, and in a step that samples nothing no one has waited for them yet.
+            self._wait()
+
+    def _wait(self) -> None:
+        """Peers read and write this memory without regard for a device's queue."""
+        device = self.region.spans.device
+        if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
