@@ -148,6 +148,10 @@ class Front:
         self, http: Request, request: GenerationFields, prompts: list[list[int]]
     ) -> Response:
         self._check_ids(request.stop_token_ids or (), "stop_token_ids")
+        if len(prompts) * (request.n or 1) > self.config.max_queue:  # they would never all fit
+            raise BadRequest(
+                f"prompt: prompts times n can be at most {self.config.max_queue}", param="prompt"
+            )
         request_id = self._request_id(http, request)
         chat = isinstance(request, ChatRequest)
         reply = Reply(

@@ -6,11 +6,12 @@ Knows the shapes of the OpenAI API and nothing of HTTP; ``router.dispatch`` make
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.job import Chunk, GenRequest
+from router.job import Chunk, Enough, GenRequest
 from router.tokenizer import Detokenizer
 
 Generate = Callable[[GenRequest], AsyncGenerator[Chunk, None]]
@@ -105,6 +106,8 @@ async def _run_choice(generate: Generate, choice: Choice) -> AsyncGenerator[Delt
         async for chunk in chunks:
             yield choice.push(chunk)
             if choice.finish:
+                with contextlib.suppress(StopAsyncIteration, Enough):
+                    await chunks.athrow(Enough())
                 return
     finally:
         await chunks.aclose()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+LARGEST = 1e9  # of any number here: a time in seconds fits into a message, and is not "inf"
+
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -35,15 +37,17 @@ class RouterConfig:
                 f"router.policy is {self.policy!r}; it can be least-loaded or round-robin"
             )
         for name in ("max_bypass", "comeback_s", "keep_alive_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"router.{name} cannot be negative")
+            if not 0 <= getattr(self, name) <= LARGEST:
+                raise ValueError(f"router.{name} must be a number from 0 to {LARGEST:g}")
         for name in (
             "max_queue", "queue_timeout_s", "request_timeout_s", "first_token_status_s",
             "max_body_bytes", "prefill_ahead", "prefill_attempts", "decode_attempts",
             "max_choices", "max_prompts", "max_stop_strings", "max_stop_chars",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ValueError(f"router.{name} must be above zero")
+            if not 0 < getattr(self, name) <= LARGEST:  # also not NaN
+                raise ValueError(
+                    f"router.{name} must be a number above zero and at most {LARGEST:g}"
+                )
 
 
 @dataclass(frozen=True)

@@ -210,13 +210,17 @@ class Link(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        self._emit([self._encode(message) for message in messages])
+        self._emit(self._encode(messages))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._abort(f"{MAX_UNSENT_BYTES} bytes unread by the peer")
 
-    def _encode(self, message: Message) -> bytes:
-        self._num_sent += 1
-        return encode(message, self._num_sent)
+    def _encode(self, messages: Iterable[Message]) -> list[bytes]:
+        """Frames with the next numbers. A message that cannot be packed takes none: it is its
+        sender's error, and no gap for the peer.
+        """
+        frames = [encode(message, self._num_sent + i) for i, message in enumerate(messages, 1)]
+        self._num_sent += len(frames)
+        return frames
 
     def _emit(self, frames: list[bytes]) -> None:
         assert self._transport is not None

@@ -36,7 +36,7 @@ from router.errors import (
     RequestError,
     Unavailable,
 )
-from router.job import AttemptFailed, Chunk, GenRequest, Job
+from router.job import AttemptFailed, Chunk, Enough, GenRequest, Job
 from router.pending import DEADLINE, STOPPING, Queue
 from router.policy import Key, Pair, View, other_decode, usable_pairs
 from router.proof import Prover
@@ -133,7 +133,9 @@ class Dispatcher:
         )
 
     async def generate(self, request: GenRequest) -> AsyncGenerator[Chunk, None]:
-        """The answer, as it is made. Raises RequestError; closing it early cancels everywhere."""
+        """The answer, as it is made. Raises RequestError; closing it early cancels everywhere, and
+        so does throwing Enough into it.
+        """
         await self._wait_for_comeback()
         verdict = admit(
             len(request.ids),
@@ -148,16 +150,18 @@ class Dispatcher:
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_s
         job = Job(request, verdict.max_tokens, deadline)
         running = self._run(job)
-        failed = False
+        outcome = "cancelled"
         try:
             async for chunk in running:
                 yield chunk
-        except RequestError:
-            failed = True
+            outcome = "finished"
+        except Enough:
+            outcome = "finished"
+        except Exception:
+            outcome = "failed"
             raise
         finally:
             await running.aclose()
-            outcome = "failed" if failed else "finished" if job.finish else "cancelled"
             self.counters[outcome] += 1
             log.debug(
                 "request %s (%s): %s, %d and %d tokens, %d attempts",

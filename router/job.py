@@ -35,6 +35,10 @@ class GenRequest:
     label: str = ""  # the client's id, for logs
 
 
+class Enough(Exception):
+    """Thrown into an answer by its reader, who has all that the client wanted: a stop string."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """New tokens. The last chunk has a ``finish`` ("stop" or "length")."""

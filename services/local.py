@@ -17,6 +17,7 @@ from services.config import AppConfig
 from services.fetch import fetch
 from services.machine import model_facts, read_secret, this_machine
 from services.resolve import resolve
+from services.serve import DRAIN_S
 from services.settings import router_settings, worker_settings
 from services.worker import Worker
 
@@ -75,6 +76,18 @@ async def _serve(config: AppConfig) -> int:
         for card in await graph.discover():
             print(f"  {card.worker_id:<18} {card.host}:{card.port}  {card.kv_blocks} KV blocks")
         print(f"  http://{config.host}:{config.port}/v1  (Ctrl-C stops)", flush=True)
-        options = uvicorn.Config(graph.api(), config.host, config.port, log_level="warning")
-        await uvicorn.Server(options).serve()
+        api = graph.api()
+        server = uvicorn.Server(uvicorn.Config(api, config.host, config.port, log_level="warning"))
+        ending = asyncio.create_task(_end_streams(server, api))
+        await server.serve()
+        ending.cancel()
     return 0
+
+
+async def _end_streams(server: Any, api: Any) -> None:
+    """After Ctrl-C uvicorn waits for the streams: those that take too long end by an error."""
+    while not server.should_exit:
+        await asyncio.sleep(0.1)
+    print(f"baton: stopping; requests have {DRAIN_S:g} s", flush=True)
+    await asyncio.sleep(DRAIN_S)
+    await api.state.front.dispatcher.close()

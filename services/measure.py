@@ -56,5 +56,5 @@ def _time(runner: Runner, config: EngineConfig, chunk: int, clock: Callable[[], 
         num_prompt=chunk,
     )
     began = clock()
-    runner.run(Plan(rows=(row,), opened=()))
+    runner.run(Plan(rows=(row,), opened=(), spoiled=[]))
     return clock() - began

@@ -15,6 +15,7 @@ import os
 import random
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -310,10 +311,18 @@ def summary(spec: "AppSpec") -> str:
         *(f"    -H '{header}' \\" for header in headers),
         f"    -d '{json.dumps(body)}'",
         "",
-        f"  baton drain WORKER --url {url(config)} --secret-file {config.secret_file}",
+        f"  {command()} drain WORKER --url {url(config)} --secret-file {config.secret_file}",
         "",
     ]
     return "\n".join(lines)
+
+
+def command() -> str:
+    """How the user calls ``baton`` from here."""
+    installed = Path(sys.executable).with_name("baton")
+    if shutil.which("baton") is not None or not installed.exists():
+        return "baton"
+    return os.path.relpath(installed) if installed.is_relative_to(Path.cwd()) else str(installed)
 
 
 def tail(log: Path, lines: int = 20) -> str:

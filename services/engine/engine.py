@@ -92,10 +92,10 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """Compute one plan; returns the new tokens. ``now`` is any monotonic clock's time."""
         plan = self.scheduler.schedule(now)
-        self.runner.zero(self.pool.take_spoiled())
         self.stalled = not plan.rows
         if self.stalled:
             self.runner.publish(plan.opened, [])
+            self.runner.zero(plan.spoiled)
             return []
         tokens = self.runner.run(plan)
         outputs, sealed = self.scheduler.update(plan, tokens)
@@ -177,8 +177,8 @@ class Engine:
             self.pool.release(hit)
             return None
         # Published now, not with the next plan: a pull may write to these blocks before that.
-        self.runner.zero(self.pool.take_spoiled())
         self.runner.publish(self.pool.take_opened(), [])
+        self.runner.zero(self.pool.take_spoiled())
         reservation = Reservation((*hit, *fresh), len(hit), len(ids), salt)
         self._reserved[key] = reservation
         return reservation

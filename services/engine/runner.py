@@ -22,6 +22,7 @@ class ModelRunner:
     def run(self, plan: Plan) -> list[int]:
         """One token per row, -1 where the row does not sample."""
         self.publish(plan.opened, [])
+        self.zero(plan.spoiled)
         device = self.region.spans.device
         order = batch_order(plan.rows)
         rows = [plan.rows[i] for i in order]

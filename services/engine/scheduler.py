@@ -50,11 +50,12 @@ class Row:
 @dataclass(frozen=True)
 class Plan:
     """All that a runner needs for one step. ``opened``: block generations to publish before the
-    first write.
+    first write. ``spoiled``: blocks to zero after that.
     """
 
     rows: tuple[Row, ...]
     opened: tuple[tuple[int, int], ...]
+    spoiled: list[int]
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Scheduler:
             # Nothing runs, so nobody else will make room for the first in the queue.
             self._preempt(holder)
             rows += self._admit(budget, now)
-        return Plan(tuple(rows), self.pool.take_opened())
+        return Plan(tuple(rows), self.pool.take_opened(), self.pool.take_spoiled())
 
     def update(self, plan: Plan, tokens: list[int]) -> tuple[list[Output], list[tuple[int, int]]]:
         """Book a step that has run: ``tokens`` has one entry per row, ignored where the row does

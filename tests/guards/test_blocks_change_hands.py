@@ -183,7 +183,7 @@ def tolerant(update: Callable[..., object]) -> Callable[..., object]:
         keys = {seq.key for seq in self.running}
         left = [i for i, row in enumerate(plan.rows) if row.key in keys]
         rows = tuple(plan.rows[i] for i in left)
-        return update(self, Plan(rows, plan.opened), [tokens[i] for i in left])
+        return update(self, Plan(rows, plan.opened, plan.spoiled), [tokens[i] for i in left])
 
     return update_those_left
 

@@ -142,6 +142,8 @@ def test_stop_strings(stop: object, text: str, tokens: int) -> None:
                 stopped = whole["choices"][0]["stop_reason"]
                 assert included.json()["choices"][0]["text"] == text + stopped
             await at.idle()
+            counts = at.dispatcher.counters
+            assert (counts["finished"], counts["cancelled"]) == (3, 0)
 
     run(scenario)
 
@@ -249,6 +251,8 @@ WRONG = [
     ({"max_tokens": [5]}, "max_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"min_tokens": 10**30, "max_tokens": 10**30}, "min_tokens"),
+    ({"prompt": ["x"] * 60, "n": 8}, "prompt"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": 1e9}, "temperature"),
     ({"temperature": "0"}, "temperature"),
@@ -296,6 +300,7 @@ WRONG_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
+    ({"min_tokens": 10**30}, "min_tokens"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),

@@ -327,7 +327,7 @@ def test_the_first_frame_out_of_line_closes_the_link(side: str, kind: str) -> No
         heard = worker if side == "router" else router
         first, second, third = (wire.Expired((name,)) for name in (b"1", b"2", b"3"))
         sender.send(first)
-        frames = [sender._encode(second), sender._encode(third)]
+        frames = sender._encode([second, third])
         match kind:
             case "lost":
                 frames = frames[1:]
@@ -356,9 +356,24 @@ def test_a_lost_last_frame_is_noticed_by_the_next_ping(monkeypatch: pytest.Monke
     async def scenario(server: WorkerServer, worker: Side) -> None:
         link = await connect(server, Side())
         ((worker_link, _, _),) = await worker.until("connect")
-        link._encode(ABORT)  # counted, never written
+        link._encode([ABORT])  # counted, never written
         await worker.until("close")
         assert "a Ping has number" in worker_link.close_reason
+
+    run(scenario)
+
+
+def test_what_cannot_be_packed_costs_nobody_else_anything() -> None:
+    """It is its sender's error; the messages around it go on, over the same connection."""
+
+    async def scenario(server: WorkerServer, worker: Side) -> None:
+        link = await connect(server, Side())
+        for attempt in (2**64, 2**70):
+            with pytest.raises(TypeError):
+                link.send(ABORT, wire.Abort(b"r" * 16, attempt))
+        link.send(ABORT)
+        assert await worker.until("message") == [ABORT]
+        assert link.open
 
     run(scenario)
 

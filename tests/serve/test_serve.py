@@ -25,7 +25,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.serving import BATON, Client, Served, served, until
+from tests.support.serving import Client, Served, served, until
 
 MODEL = "smollm2-135m-instruct"
 MAX_MODEL_LEN = 2048
@@ -297,11 +297,9 @@ def test_a_drained_worker_leaves_and_is_replaced(server: Served) -> None:
     stream = Stream(server, 40)
     leaves = server.workers("prefill")[0]
     until(lambda: "Ctrl-C stops" in server.text, "the end of what is printed")
-    (line,) = re.findall(r"^  (baton drain WORKER .*)$", server.text, re.MULTILINE)
+    (line,) = re.findall(r"^  (\S*baton drain WORKER .*)$", server.text, re.MULTILINE)
     command = [leaves["id"] if word == "WORKER" else word for word in shlex.split(line)]
-    ended = subprocess.run(
-        [BATON, *command[1:]], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[-1] == f"{leaves['id']}: left, 0 running, 0 tickets"
     stream.join()

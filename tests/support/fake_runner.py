@@ -67,6 +67,7 @@ class FakeRunner:
         """Compute the plan's states; one token per row, -1 where it does not sample."""
         self.plans.append(plan)
         self.publish(plan.opened, [])
+        self.zero(plan.spoiled)
         self._check(plan)
         return [self._compute(row) for row in plan.rows]
 
@@ -82,7 +83,10 @@ class FakeRunner:
             self.generations[block] = generation
 
     def zero(self, blocks: list[int]) -> None:
-        """Note it; it is the caller's business that they are nobody's yet."""
+        """A write as well: only to blocks that were handed out anew, which peers can see."""
+        for block in blocks:
+            assert self.generations[block] % 2, "zeroed before its generation was published"
+            self.kv[block] = {}
         self.zeroed += blocks
 
     def write(self, block: int, index: int, ids: Sequence[int]) -> None:

@@ -132,6 +132,9 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ),
         ({"router": {"link_faults": "seed=x"}}, "router.link_faults: 'seed=x': seed: 'x' is not"),
         ({"router": {"max_queue": -1}}, "router.max_queue"),
+        ({"router": {"request_timeout_s": float("inf")}}, "router.request_timeout_s"),
+        ({"router": {"queue_timeout_s": float("nan")}}, "router.queue_timeout_s"),
+        ({"router": {"keep_alive_s": 1e30}}, "router.keep_alive_s"),
     ],
 )
 def test_wrong_yaml_names_key_value_and_what_is_allowed(raw: object, message: str) -> None:
