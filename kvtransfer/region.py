@@ -8,7 +8,6 @@ the allocator's and the engine's business.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from kvtransfer.layout import KVLayout, Stamp
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 Index = np.ndarray[Any, np.dtype[np.int64]]  # block ids
-
-_stamp = partial(tuple.__new__, Stamp)  # a third of the time of Stamp(...), for each block twice
 
 
 class _Rows:
@@ -149,11 +146,11 @@ class Region:
 
     def trailers(self, blocks: Sequence[int]) -> list[Stamp]:
         """What the trailers of local ``blocks`` say now."""
-        return [_stamp((e, g, b, s)) for e, b, g, s in self._trailer_rows.take(blocks)]
+        return [Stamp(e, g, b, s) for e, b, g, s in self._trailer_rows.take(blocks)]
 
     def staged_seals(self, blocks: Sequence[int]) -> list[Stamp]:
         """The peer's seals that arrived for local ``blocks``."""
-        return [_stamp((e, g, -1, 0)) for e, g in self._staging_rows.take(blocks)]
+        return [Stamp(e, g) for e, g in self._staging_rows.take(blocks)]
 
     def checksum(self, blocks: Sequence[int]) -> list[int]:
         """u64 sum of each block's KV bytes read as little-endian u64 words (wrapping)."""
