@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from services.engine.attention import AttentionPlan, attend, write_kv
+from services.engine.linear import Linear
 
 SUPPORTED = ("LlamaForCausalLM",)
 
@@ -86,11 +87,11 @@ class Layer:
     """Weights of one block; q, k, v and gate, up are stacked so that each is one product."""
 
     input_norm: Tensor
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
-    output: Tensor
+    qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    output: Linear
     post_norm: Tensor
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]
-    down: Tensor
+    gate_up: Linear  # [2 * intermediate_size, hidden_size]
+    down: Linear
 
 
 class Model:
@@ -113,15 +114,15 @@ class Model:
 
         self.embed = get("model.embed_tokens.weight")
         self.norm = get("model.norm.weight")
-        self.head = self.embed if config.tied_head else get("lm_head.weight")
+        self.head = Linear(self.embed if config.tied_head else get("lm_head.weight"))
         self.layers = [
             Layer(
                 get(f"{p}.input_layernorm.weight"),
-                torch.cat([get(f"{p}.self_attn.{x}_proj.weight") for x in ("q", "k", "v")]),
-                get(f"{p}.self_attn.o_proj.weight"),
+                Linear(torch.cat([get(f"{p}.self_attn.{x}_proj.weight") for x in ("q", "k", "v")])),
+                Linear(get(f"{p}.self_attn.o_proj.weight")),
                 get(f"{p}.post_attention_layernorm.weight"),
-                torch.cat([get(f"{p}.mlp.{x}_proj.weight") for x in ("gate", "up")]),
-                get(f"{p}.mlp.down_proj.weight"),
+                Linear(torch.cat([get(f"{p}.mlp.{x}_proj.weight") for x in ("gate", "up")])),
+                Linear(get(f"{p}.mlp.down_proj.weight")),
             )
             for p in (f"model.layers.{i}" for i in range(config.num_layers))
         ]
@@ -141,22 +142,22 @@ class Model:
         hidden = embedding(ids, self.embed)
         for index, layer in enumerate(self.layers):
             x = rms_norm(hidden, size, layer.input_norm, eps)
-            qkv = linear(x, layer.qkv).view(len(ids), -1, config.head_dim)
+            qkv = layer.qkv(x).view(len(ids), -1, config.head_dim)
             num_rotated = config.num_heads + config.num_kv_heads
             rotated = _rotate(qkv[:, :num_rotated], cos, sin)
             queries = rotated[:, : config.num_heads]
             keys, values = rotated[:, config.num_heads :], qkv[:, num_rotated:]
             write_kv(kv, index, plan, torch.stack((keys, values), 1))
             attended = attend(kv, index, plan, queries.contiguous())
-            hidden = hidden + linear(attended.view(len(ids), -1), layer.output)
+            hidden = hidden + layer.output(attended.view(len(ids), -1))
             x = rms_norm(hidden, size, layer.post_norm, eps)
-            gate, up = linear(x, layer.gate_up).chunk(2, -1)
-            hidden = hidden + linear(silu(gate) * up, layer.down)
+            gate, up = layer.gate_up(x).chunk(2, -1)
+            hidden = hidden + layer.down(silu(gate) * up)
         return rms_norm(hidden, size, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[num_rows, vocab_size]`` of the chosen hidden states."""
-        return linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
