@@ -1,0 +1,133 @@
+"""The inner loop of every product on a CPU: a tile of a few rows by a few vectors of columns.
+
+``tile(rows, vectors)`` gives a function for numba code: ``out[r, c] = sum over i of x[r, i] *
+w[i, c]``, for that many rows and ``vectors * LANES`` columns, with all sums in registers. Numba has
+no vector type, so the loop is written in LLVM's language, which is the same for every processor:
+LLVM turns vectors of eight floats into what the machine has. A product's result for one row does
+not depend on which rows are computed with it: each sum runs over ``i`` in order, by fused
+multiply-add.
+
+Addresses are plain integers (``array.ctypes.data``), strides count elements. Nothing is checked.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic
+
+LANES = 8
+MAX_ROWS = 6  # with two vectors: 12 sums, 2 of w, 1 of x are 15 of the 16 registers of AVX2
+
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_VECTOR = ir.VectorType(_F32, LANES)
+_FMA = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+_UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
+_FIRST = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+
+Value = Any  # of llvmlite, which has no types
+
+
+@lru_cache
+def tile(rows: int, vectors: int = 2, add: bool = False) -> Callable[..., None]:
+    """``f(x, x_stride, w, w_stride, out, out_stride, count)``: float32 all, ``count`` at least 1.
+
+    ``add``: the sums go on from what ``out`` holds.
+    """
+    return _kernel(rows, vectors, _F32, add)
+
+
+@lru_cache
+def tile_int8(rows: int, vectors: int = 2) -> Callable[..., None]:
+    """The same with ``w`` of int8."""
+    return _kernel(rows, vectors, _I8, False)
+
+
+def _kernel(rows: int, vectors: int, weight: Value, add: bool) -> Callable[..., None]:
+    def product(typing: Any, x: Any, xs: Any, w: Any, ws: Any, out: Any, os: Any, n: Any) -> Any:
+        def generate(context: Any, builder: Value, signature: Any, args: Any) -> Value:
+            _emit(builder, rows, vectors, weight, add, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    kernel: Callable[..., None] = intrinsic(product)
+    return kernel
+
+
+def _emit(
+    b: Value,
+    rows: int,
+    vectors: int,
+    weight: Value,
+    add: bool,
+    x: Value,
+    x_stride: Value,
+    w: Value,
+    w_stride: Value,
+    out: Value,
+    out_stride: Value,
+    count: Value,
+) -> None:
+    x_rows = [_at(b, b.inttoptr(x, _F32.as_pointer()), x_stride, r) for r in range(rows)]
+    out_rows = [_at(b, b.inttoptr(out, _F32.as_pointer()), out_stride, r) for r in range(rows)]
+    places = [[_vector_at(b, row, v, _VECTOR) for v in range(vectors)] for row in out_rows]
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    first = [[_load(b, p) if add else zero for p in row] for row in places]
+    w_start = b.inttoptr(w, weight.as_pointer())
+    before, loop, after = b.block, b.append_basic_block(), b.append_basic_block()
+    b.branch(loop)
+
+    b.position_at_end(loop)
+    index = b.phi(_I64)
+    index.add_incoming(_I64(0), before)
+    sums = [[b.phi(_VECTOR) for _ in row] for row in first]
+    w_row = b.gep(w_start, [b.mul(index, w_stride)])
+    w_vectors = [_load_weight(b, w_row, v, weight) for v in range(vectors)]
+    fma = get_or_insert_function(b.module, _FMA, f"llvm.fma.v{LANES}f32")
+    following = []
+    for r in range(rows):
+        value = b.load(b.gep(x_rows[r], [index]))
+        everywhere = b.shuffle_vector(
+            b.insert_element(_UNDEFINED, value, _I32(0)), _UNDEFINED, _FIRST
+        )
+        following.append(
+            [
+                b.call(fma, (everywhere, other, s))
+                for other, s in zip(w_vectors, sums[r], strict=True)
+            ]
+        )
+    for r in range(rows):
+        for v in range(vectors):
+            sums[r][v].add_incoming(first[r][v], before)
+            sums[r][v].add_incoming(following[r][v], loop)
+    next_index = b.add(index, _I64(1))
+    index.add_incoming(next_index, loop)
+    b.cbranch(b.icmp_signed("<", next_index, count), loop, after)
+
+    b.position_at_end(after)
+    for r in range(rows):
+        for v in range(vectors):
+            b.store(following[r][v], places[r][v], align=4)
+
+
+def _at(b: Value, pointer: Value, stride: Value, row: int) -> Value:
+    return b.gep(pointer, [b.mul(stride, _I64(row))])
+
+
+def _vector_at(b: Value, pointer: Value, vector: int, kind: Value) -> Value:
+    return b.bitcast(b.gep(pointer, [_I64(vector * LANES)]), kind.as_pointer())
+
+
+def _load(b: Value, place: Value) -> Value:
+    return b.load(place, align=4)
+
+
+def _load_weight(b: Value, row: Value, vector: int, weight: Value) -> Value:
+    if weight is _F32:
+        return _load(b, _vector_at(b, row, vector, _VECTOR))
+    narrow = b.load(_vector_at(b, row, vector, ir.VectorType(weight, LANES)), align=1)
+    return b.sitofp(b.sext(narrow, ir.VectorType(_I32, LANES)), _VECTOR)
