@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
@@ -131,3 +131,27 @@ def _load_weight(b: Value, row: Value, vector: int, weight: Value) -> Value:
         return _load(b, _vector_at(b, row, vector, _VECTOR))
     narrow = b.load(_vector_at(b, row, vector, ir.VectorType(weight, LANES)), align=1)
     return b.sitofp(b.sext(narrow, ir.VectorType(_I32, LANES)), _VECTOR)
+
+
+def _view(kind: Any) -> Callable[..., Any]:
+    def pointer(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Value, signature: Any, args: Any) -> Value:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    at = intrinsic(pointer)
+
+    @njit(inline="always")
+    def view(address, count):  # type: ignore[no-untyped-def]
+        return carray(at(address), count)
+
+    made: Callable[..., Any] = view
+    return made
+
+
+floats = _view(types.float32)
+"""``floats(address, count)``: an array over memory, for numba code."""
+
+int8s = _view(types.int8)
+"""The same of int8."""
