@@ -17,8 +17,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gguf_fields import ConvertError, get
-from services.gguf_tokenizer import build_tokenizer, tokenizer_config
+from services.gguf_fields import ConvertError, get, write_json
+from services.gguf_tokenizer import write_tokenizer
 
 __all__ = ["ConvertError", "convert"]
 
@@ -53,18 +53,9 @@ def convert(path: Path, folder: Path) -> None:
     fields = {name: field for name, field in reader.fields.items() if field.data}
     config = model_config(fields, {t.name: t for t in reader.tensors})
     # The cheap files first: what is not supported shows before half a gigabyte is written.
-    build_tokenizer(fields).save(str(folder / "tokenizer.json"), pretty=False)
+    write_tokenizer(fields, folder)
     write_json(folder / "config.json", config)
-    write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
-    template = get(fields, "tokenizer.chat_template", None)
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_weights(reader.tensors, config, folder / "model.safetensors")
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write readable JSON."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # --- configuration --------------------------------------------------------------------------------

@@ -1,77 +1,230 @@
-"""The tokenizer of a GGUF file as Hugging Face's ``tokenizer.json``.
+"""The tokenizer of a GGUF file as Hugging Face's ``tokenizer.json``, with llama.cpp's ids.
 
-Knows the metadata fields ``tokenizer.*`` only: no weights, no files.
+Two kinds: byte-level BPE with merges (``gpt2``: Llama 3, Qwen, SmolLM, Mistral's tekken) and
+SentencePiece's pairs by score with byte fallback (``llama``: Llama 2, Mistral 7B). Knows the
+metadata fields only: no weights.
 """
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from services.gguf_fields import ConvertError, get
+from services.gguf_fields import ConvertError, get, write_json
+from services.gguf_pre_tokenizers import Rule, pre_tokenizer, rule
 
-TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type; 1 is an ordinary token
+SPECIAL = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
+"""Types of tokens that are cut out of a text before all else; whether answers leave them out."""
+ENDS_OF_TURN = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+)
+"""Texts of tokens that end an answer whatever the file says of them; llama.cpp has these, too.
 
-
-def pre_tokenizer(name: str, vocab: dict[str, int]) -> pre_tokenizers.PreTokenizer:
-    """How text is cut before merging, by the name that llama.cpp gives it."""
-    if name != "smollm":
-        raise ConvertError(f"pre-tokenizer {name!r} is not supported, only 'smollm'")
-    # llama.cpp cuts out every \p{N} by itself, then runs GPT-2's regex over each piece.
-    steps = [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ]
-    # Bytes that the vocabulary lacks give no token. `tokenizers` would drop them before merging, so
-    # that their neighbours merge; llama.cpp drops them after it.
-    if lacking := sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab)):
-        characters = "".join(f"\\x{{{ord(c):x}}}" for c in lacking)
-        steps.append(pre_tokenizers.Split(Regex(f"[{characters}]"), "isolated"))
-    return pre_tokenizers.Sequence(steps)
+Files of Llama 3 name one end of the three that the model writes, some files the wrong one.
+"""
+SPACE = "▁"  # U+2581, SentencePiece's space
 
 
-def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """The byte-level BPE of the GGUF's vocabulary and merges."""
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the file says of its tokens. Read once: each string of a field is parsed in Python."""
+
+    kind: str  # gpt2 or llama
+    pre: str | None  # llama.cpp's name of the pre-tokenizer, for gpt2
+    tokens: list[str]  # by id
+    types: list[int]  # by id
+    roles: dict[str, int]  # ids of bos, eos, unknown, padding, eot (of a turn), eom (of a message)
+    add_bos: bool
+    add_eos: bool
+
+
+def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
+    """Write the tokenizer's files into ``folder``, the chat template with them.
+
+    Raises :class:`ConvertError`.
+    """
+    words = read_vocabulary(fields)
+    build_tokenizer(fields, words).save(str(folder / "tokenizer.json"), pretty=False)
+    config = tokenizer_config(words)
+    arch = get(fields, "general.architecture")
+    config["model_max_length"] = get(fields, f"{arch}.context_length")
+    config["clean_up_tokenization_spaces"] = False
+    write_json(folder / "tokenizer_config.json", config)
+    if len(ends := ends_of_answer(words)) > 1:  # one alone is in config.json
+        write_json(folder / "generation_config.json", {"eos_token_id": ends})
+    template = get(fields, "tokenizer.chat_template", None)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def read_vocabulary(fields: dict[str, Any]) -> Vocabulary:
+    """The tokens and their roles, with llama.cpp's defaults for what the file does not say."""
     kind = get(fields, "tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ConvertError(f"tokenizer model {kind!r} is not supported, only 'gpt2' (BPE)")
-    tokens: list[str] = get(fields, "tokenizer.ggml.tokens")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise ConvertError("the vocabulary names some token twice")
-    split = pre_tokenizer(get(fields, "tokenizer.ggml.pre", "default"), vocab)
-    merges = [tuple(m.split(" ", 1)) for m in get(fields, "tokenizer.ggml.merges")]
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # tokenizers raises plain Exception for a bad merge
-        raise ConvertError(f"the vocabulary and its merges do not fit: {error}") from error
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.ByteLevel()
+    if kind not in ("gpt2", "llama"):
+        raise ConvertError(
+            f"tokenizer model {kind!r} is not supported; supported: "
+            "'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
+        )
+    pre = get(fields, "tokenizer.ggml.pre", None) if kind == "gpt2" else None
+    # An empty token cannot be looked up, and two of them would be one.
+    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(get(fields, "tokenizer.ggml.tokens"))]
     types = get(fields, "tokenizer.ggml.token_type", [1] * len(tokens))
-    special = {TOKEN_UNKNOWN: True, TOKEN_CONTROL: True, TOKEN_USER_DEFINED: False}
+    if len(types) != len(tokens):
+        raise ConvertError(f"the GGUF has {len(tokens)} tokens, but the types of {len(types)}")
+    types = [CONTROL if t in ENDS_OF_TURN else k for t, k in zip(tokens, types, strict=True)]
+    return Vocabulary(
+        kind,
+        pre,
+        tokens,
+        types,
+        read_roles(fields, kind, len(tokens)),
+        bool(get(fields, "tokenizer.ggml.add_bos_token", kind == "llama" or rule(pre).add_bos)),
+        bool(get(fields, "tokenizer.ggml.add_eos_token", False)),
+    )
+
+
+def read_roles(fields: dict[str, Any], kind: str, num_tokens: int) -> dict[str, int]:
+    """The ids of the tokens that have a role."""
+    roles = {"unknown": 0, "bos": 1, "eos": 2} if kind == "llama" else {}
+    for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
+        token_id = get(fields, f"tokenizer.ggml.{name}_token_id", roles.get(name))
+        if token_id is None:
+            continue
+        if token_id >= num_tokens:
+            raise ConvertError(f"the {name} token is {token_id}, which is out of the vocabulary")
+        roles[name] = token_id
+    return roles
+
+
+def build_tokenizer(fields: dict[str, Any], words: Vocabulary) -> Tokenizer:
+    """The tokenizer of the vocabulary; raises :class:`ConvertError`."""
+    vocab = {token: i for i, token in enumerate(words.tokens)}
+    if len(vocab) != len(words.tokens):
+        raise ConvertError("the vocabulary names some token twice")
+    if words.kind == "gpt2":
+        tokenizer = byte_level(get(fields, "tokenizer.ggml.merges"), rule(words.pre), vocab)
+    else:
+        scores = get(fields, "tokenizer.ggml.scores")
+        prefix = get(fields, "tokenizer.ggml.add_space_prefix", True)
+        tokenizer = sentence_pieces(scores, words.types, vocab, prefix)
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=special[kind], normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in special
+            AddedToken(token, special=SPECIAL[kind], normalized=False)
+            for token, kind in zip(words.tokens, words.types, strict=True)
+            if kind in SPECIAL
         ]
     )
-    if get(fields, "tokenizer.ggml.add_bos_token", False):
-        bos = get(fields, "tokenizer.ggml.bos_token_id")
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-        )
+    around = around_text(words)
+    if around is not None:
+        tokenizer.post_processor = around
     return tokenizer
 
 
-def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """``tokenizer_config.json``: the special tokens by their role."""
-    tokens = get(fields, "tokenizer.ggml.tokens")
+# --- byte-level BPE -------------------------------------------------------------------------------
+
+
+def byte_level(merges: list[str], how: Rule, vocab: dict[str, int]) -> Tokenizer:
+    """A BPE over GPT-2's characters of the bytes."""
+    pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges)]
+    try:
+        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=how.ignore_merges)
+    except Exception as error:  # tokenizers raises plain Exception for a bad merge
+        raise ConvertError(f"the vocabulary and its merges do not fit: {error}") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer(how, vocab)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+# --- SentencePiece --------------------------------------------------------------------------------
+
+
+def sentence_pieces(
+    scores: list[float], types: list[int], vocab: dict[str, int], prefix: bool
+) -> Tokenizer:
+    """Neighbours merge while their join is a token, the join with the highest score first.
+
+    ``prefix``: a text gets a space before it.
+    """
+    if lacking := [token for b in range(256) if (token := f"<0x{b:02X}>") not in vocab]:
+        raise ConvertError(f"the vocabulary lacks {len(lacking)} bytes, the first is {lacking[0]}")
+    if len(scores) != len(vocab):
+        raise ConvertError(f"the GGUF has {len(vocab)} tokens, but the scores of {len(scores)}")
+    merges = pairs_by_score(vocab, scores, types)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    # Every text between two special tokens begins with the space, so that words are the same there.
+    spaces: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    tokenizer.decoder = decoders.Sequence(
+        [*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])]
+    )
+    return tokenizer
+
+
+def pairs_by_score(
+    vocab: dict[str, int], scores: list[float], types: list[int]
+) -> list[tuple[str, str]]:
+    """Every two tokens whose join is a token, the best join first.
+
+    Special tokens are cut out of the text before, so that none is ever joined.
+    """
+    pairs = []
+    for token, i in vocab.items():
+        if types[i] in SPECIAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                pairs.append((-scores[i], i, left, right))
+    pairs.sort()
+    return [(left, right) for _, _, left, right in pairs]
+
+
+# --- special tokens -------------------------------------------------------------------------------
+
+
+def around_text(words: Vocabulary) -> processors.PostProcessor | None:
+    """What puts bos and eos around a text; None when neither is wanted."""
+    template, used = ["$A"], {}
+    for name, wanted, at in (("bos", words.add_bos, 0), ("eos", words.add_eos, 2)):
+        if not wanted:
+            continue
+        if name not in words.roles:
+            raise ConvertError(f"the GGUF lacks the metadata field tokenizer.ggml.{name}_token_id")
+        token = words.tokens[words.roles[name]]
+        template.insert(at, token)
+        used[token] = words.roles[name]
+    if not used:
+        return None
+    return processors.TemplateProcessing(single=template, special_tokens=list(used.items()))
+
+
+def tokenizer_config(words: Vocabulary) -> dict[str, Any]:
+    """The special tokens by their role, for ``tokenizer_config.json``."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = get(fields, f"tokenizer.ggml.{name}_token_id", None)
-        if token_id is not None:
-            config[f"{role}_token"] = tokens[token_id]
-    config["add_bos_token"] = bool(get(fields, "tokenizer.ggml.add_bos_token", False))
-    config["model_max_length"] = get(fields, "llama.context_length")
-    config["clean_up_tokenization_spaces"] = False
+        if name in words.roles:
+            config[f"{role}_token"] = words.tokens[words.roles[name]]
+    config["add_bos_token"] = words.add_bos
+    if words.add_eos:
+        config["add_eos_token"] = True
     return config
+
+
+def ends_of_answer(words: Vocabulary) -> list[int]:
+    """The ids that end an answer: the eos first, then the ends of a turn, by field or by text.
+
+    A padding token of its own is one, too: Qwen's is the end of a text.
+    """
+    named = [words.roles[name] for name in ("eot", "eom", "padding") if name in words.roles]
+    ids = [words.roles["eos"]] if "eos" in words.roles else []
+    ids += [i for i in named if words.types[i] == CONTROL]
+    ids += [i for i, token in enumerate(words.tokens) if token in ENDS_OF_TURN]
+    return list(dict.fromkeys(ids))

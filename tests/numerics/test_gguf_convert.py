@@ -100,8 +100,8 @@ def test_bos_is_added_when_the_gguf_says_so(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"general.architecture": "qwen2"}, "architecture 'qwen2'"),
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "pre-tokenizer 'llama-bpe'"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama'"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "pre-tokenizer 'kimi-k2'"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer model 't5'"),
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama.rope.dimension_count": 8}, "rope over 8 of 16"),
         ({"llama.expert_count": 8}, "mixture of experts"),
