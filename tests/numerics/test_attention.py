@@ -23,20 +23,28 @@ def make_row(name: int, start: int, count: int, blocks: list[int]) -> Row:
     return Row((b"%d" % name, 0), ids, start, tuple(blocks), True, params, start + count)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Causal attention of the last ``len(q)`` of ``len(k)`` positions, head by head."""
     out = torch.empty_like(q)
     share = q.shape[1] // k.shape[1]
     first = len(k) - len(q)
     for i in range(len(q)):
         for head in range(q.shape[1]):
-            keys, values = k[: first + i + 1, head // share], v[: first + i + 1, head // share]
+            end = first + i + 1
+            seen = slice(max(0, end - window) if window else 0, end)
+            keys, values = k[seen, head // share], v[seen, head // share]
             weights = (keys @ q[i, head] / math.sqrt(DIM)).softmax(-1)
             out[i, head] = weights @ values
     return out
 
 
-def check(shapes: list[tuple[int, int]], num_heads: int, num_kv_heads: int, seed: int) -> None:
+def check(
+    shapes: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    seed: int,
+    windows: tuple[int, ...] = (0,),
+) -> None:
     """``shapes``: (start, count) of each row, those with one token first."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -63,9 +71,11 @@ def check(shapes: list[tuple[int, int]], num_heads: int, num_kv_heads: int, seed
     write_kv(kv, layer, plan, torch.cat(new))
     assert torch.equal(kv[:, 1 - layer], before[:, 1 - layer]), "another layer was written"
     assert torch.equal(kv[0], before[0]), "the padding block was written"
-    out = attend(kv, layer, plan, torch.cat(queries))
-    expected = [dense(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
-    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
+    for window in windows:  # layers of one model may differ
+        out = attend(kv, layer, plan, torch.cat(queries), window)
+        parts = zip(queries, keys, values, strict=True)
+        expected = torch.cat([dense(q, k, v, window) for q, k, v in parts])
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 
 
 HEADS = [(2, 2), (3, 1), (6, 2), (9, 3)]
@@ -90,6 +100,12 @@ def test_decode_rows_and_chunks_together(seed: int) -> None:
         (chance.randrange(15), chance.randrange(2, 12)) for _ in range(chance.randrange(1, 4))
     ]
     check(single + chunks, *HEADS[seed % len(HEADS)], seed=seed)
+
+
+def test_a_window_ends_where_it_should() -> None:
+    """Windows of one token, less and more than a block, exactly one and two, and all there is."""
+    shapes = [(start, 1) for start in (0, 3, 4, 7, 8, 30)] + [(0, 9), (5, 7), (13, 2)]
+    check(shapes, 6, 2, seed=2, windows=(1, 3, BLOCK, 5, 2 * BLOCK, 31, 1000, 0))
 
 
 def test_write_kv_touches_only_the_steps_slots() -> None:
