@@ -110,6 +110,7 @@ LIMITS = {
     "token_budget": Limit(0),
     "threads": Limit(0, 1024),
     "dtype": Limit(choices=("auto", *DTYPE_BYTES)),
+    "weights_dtype": Limit(choices=("auto", "float32", "int8")),
     "device": Limit(choices=("auto", "cpu", "cuda")),
 }
 

@@ -83,11 +83,14 @@ def _resolve_pool(
             f" {model.name} was trained for"
         )
     on_cpu = device == "cpu"
+    # bf16 GEMM on a CPU without such instructions is hundreds of times slower than fp32
+    dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
+    _check_weights_dtype(role, engine.weights_dtype, dtype, device)
     engine = replace(
         engine,
         device=device,
-        # bf16 GEMM on a CPU without such instructions is hundreds of times slower than fp32
-        dtype=("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype,
+        dtype=dtype,
+        weights_dtype="auto" if engine.weights_dtype == dtype else engine.weights_dtype,
         max_model_len=length,
         threads=engine.threads or max(1, machine.cores // num_workers),
     )
@@ -98,6 +101,18 @@ def _resolve_pool(
     auto_devices = "lo" if machine.one_host else "all"
     devices = auto_devices if pool.net_devices == "auto" else pool.net_devices
     return replace(pool, transport=transport, net_devices=devices, engine=engine)
+
+
+def _check_weights_dtype(role: str, weights_dtype: str, dtype: str, device: str) -> None:
+    if weights_dtype == "int8" and (device, dtype) != ("cpu", "float32"):
+        raise ConfigError(
+            f"{role}.weights_dtype: 'int8' works on a CPU with dtype float32, not on {device} with"
+            f" {dtype}"
+        )
+    if weights_dtype == "float32" != dtype:
+        raise ConfigError(
+            f"{role}.weights_dtype: 'float32' differs from dtype {dtype!r}; set dtype instead"
+        )
 
 
 def with_chunk_budget(role: str, engine: EngineConfig) -> EngineConfig:
@@ -158,6 +173,7 @@ def _check_form(prefill: WorkerConfig, decode: WorkerConfig) -> None:
     for name, p, d in [
         ("block_size", prefill.engine.block_size, decode.engine.block_size),
         ("dtype", prefill.engine.dtype, decode.engine.dtype),
+        ("weights_dtype", prefill.engine.weights_dtype, decode.engine.weights_dtype),
         ("transport", prefill.transport, decode.transport),
     ]:
         if p != d:

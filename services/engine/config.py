@@ -17,5 +17,6 @@ class EngineConfig:
     chunk_budget: int = 0  # prompt tokens in one step; 0: all of token_budget, in decode a quarter
     threads: int = 0  # torch threads; 0: the cores shared by the workers of this host
     dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on CPU, bfloat16 on CUDA
+    weights_dtype: str = "auto"  # float32, or int8 on CPU: rounded at start; auto: dtype
     device: str = "auto"  # cpu or cuda
     prefix_cache: bool = True  # keep KV for later requests that begin alike

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, config, njit, set_num_threads, types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
@@ -148,6 +148,11 @@ def _view(kind: Any) -> Callable[..., Any]:
 
     made: Callable[..., Any] = view
     return made
+
+
+def use_threads(count: int) -> None:
+    """Kernels that this thread calls run on ``count`` threads, at most one per processor."""
+    set_num_threads(min(count, config.NUMBA_NUM_THREADS))
 
 
 floats = _view(types.float32)

@@ -100,6 +100,14 @@ class PackedLinear:
         return self.panels.nbytes
 
 
+def product(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> Product:
+    """The fastest form for the device and dtype that ``weight`` has."""
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return PackedLinear(weight, bias, int8)
+    assert not int8
+    return Linear(weight, bias)
+
+
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 ``[num_outputs, num_inputs]`` and float32 ``[num_outputs]``, whose product is nearly
     ``weight``.

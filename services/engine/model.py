@@ -4,6 +4,7 @@ Functions over flat tokens: ``ids`` and ``positions`` are ``[num_tokens]``, hidd
 ``[num_tokens, hidden_size]``. Where keys and values are kept is the attention's business.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from services.engine.attention import AttentionPlan, attend, write_kv
-from services.engine.linear import Linear
+from services.engine.linear import Linear, Product, product
 
 SUPPORTED = ("LlamaForCausalLM",)
 
@@ -87,11 +88,11 @@ class Layer:
     """Weights of one block; q, k, v and gate, up are stacked so that each is one product."""
 
     input_norm: Tensor
-    qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
-    output: Linear
+    qkv: Product  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    output: Product
     post_norm: Tensor
-    gate_up: Linear  # [2 * intermediate_size, hidden_size]
-    down: Linear
+    gate_up: Product  # [2 * intermediate_size, hidden_size]
+    down: Product
 
 
 class Model:
@@ -103,26 +104,31 @@ class Model:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        int8: bool = False,
     ) -> None:
-        """``weights`` by Hugging Face name; raises :class:`ModelError` when one is missing."""
+        """``weights`` by Hugging Face name; raises :class:`ModelError` when one is missing.
+
+        ``int8``: see :class:`~services.engine.linear.PackedLinear`; for float32 on a CPU.
+        """
         self.config = config
+        make = functools.partial(product, int8=int8)
 
         def get(name: str) -> Tensor:
             if name not in weights:
                 raise ModelError(f"the weights lack {name!r}")
             return weights[name].to(device=device, dtype=dtype)
 
-        self.embed = get("model.embed_tokens.weight")
         self.norm = get("model.norm.weight")
-        self.head = Linear(self.embed if config.tied_head else get("lm_head.weight"))
+        self.head = make(get("model.embed_tokens.weight" if config.tied_head else "lm_head.weight"))
+        self.embed = self.head if config.tied_head else Linear(get("model.embed_tokens.weight"))
         self.layers = [
             Layer(
                 get(f"{p}.input_layernorm.weight"),
-                Linear(torch.cat([get(f"{p}.self_attn.{x}_proj.weight") for x in ("q", "k", "v")])),
-                Linear(get(f"{p}.self_attn.o_proj.weight")),
+                make(torch.cat([get(f"{p}.self_attn.{x}_proj.weight") for x in ("q", "k", "v")])),
+                make(get(f"{p}.self_attn.o_proj.weight")),
                 get(f"{p}.post_attention_layernorm.weight"),
-                Linear(torch.cat([get(f"{p}.mlp.{x}_proj.weight") for x in ("gate", "up")])),
-                Linear(get(f"{p}.mlp.down_proj.weight")),
+                make(torch.cat([get(f"{p}.mlp.{x}_proj.weight") for x in ("gate", "up")])),
+                make(get(f"{p}.mlp.down_proj.weight")),
             )
             for p in (f"model.layers.{i}" for i in range(config.num_layers))
         ]
@@ -139,7 +145,7 @@ class Model:
         config = self.config
         eps, size = config.rms_norm_eps, (config.hidden_size,)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        hidden = embedding(ids, self.embed)
+        hidden = self.embed.rows(ids)
         for index, layer in enumerate(self.layers):
             x = rms_norm(hidden, size, layer.input_norm, eps)
             qkv = layer.qkv(x).view(len(ids), -1, config.head_dim)

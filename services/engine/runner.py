@@ -4,6 +4,7 @@ import torch
 
 from kvtransfer.region import Region
 from services.engine.attention import batch_order, plan_attention
+from services.engine.kernels import use_threads
 from services.engine.model import Model
 from services.engine.sampler import sample
 from services.engine.scheduler import Plan
@@ -21,6 +22,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[int]:
         """One token per row, -1 where the row does not sample."""
+        use_threads(torch.get_num_threads())
         self.publish(plan.opened, [])
         self.zero(plan.spoiled)
         device = self.region.spans.device
