@@ -8,11 +8,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from services.engine.model import ModelConfig, ModelError
+from services.engine.weight_files import weight_files
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of ``*.safetensors`` in a folder by name, mapped from the files, not copied."""
-    files = sorted(folder.glob("*.safetensors"))
+    """All tensors of a folder's safetensors by name, mapped from the files, not copied."""
+    files = weight_files(folder)
     if not files:
         raise ModelError(f"{folder} holds no *.safetensors file")
     weights: dict[str, Tensor] = {}
