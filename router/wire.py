@@ -82,6 +82,7 @@ class WorkerCard:
     max_model_len: int
     max_num_seqs: int
     token_budget: int
+    weights_bytes: int = 0  # memory that the model takes
     local_prefill: bool = False  # a decode worker that also computes whole prompts of new requests
 
 

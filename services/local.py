@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvtransfer.layout import KVLayout
 from router.config import RouterSettings
 from router.wire import WorkerCard
 from services.config import AppConfig
 from services.fetch import fetch
 from services.machine import model_facts, read_secret, this_machine
 from services.resolve import resolve
-from services.serve import DRAIN_S
+from services.serve import DRAIN_S, mib
 from services.settings import router_settings, worker_settings
 from services.worker import Worker
 
@@ -74,7 +75,12 @@ async def _serve(config: AppConfig) -> int:
 
     async with local_graph(config) as graph:
         for card in await graph.discover():
-            print(f"  {card.worker_id:<18} {card.host}:{card.port}  {card.kv_blocks} KV blocks")
+            pool_bytes = card.kv_blocks * KVLayout(**card.layout).span_bytes
+            print(
+                f"  {card.worker_id:<18} {card.host}:{card.port}  weights"
+                f" {mib(card.weights_bytes)} (shared), KV pool {card.kv_blocks} blocks,"
+                f" {mib(pool_bytes)}, step {card.token_budget} tokens"
+            )
         print(f"  http://{config.host}:{config.port}/v1  (Ctrl-C stops)", flush=True)
         api = graph.api()
         server = uvicorn.Server(uvicorn.Config(api, config.host, config.port, log_level="warning"))

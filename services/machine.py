@@ -6,6 +6,7 @@ Needs no torch: the command line calls it before any heavy process starts.
 import importlib.util
 import json
 import os
+import platform
 import runpy
 import secrets
 import subprocess
@@ -42,6 +43,19 @@ def this_machine(one_process: bool = False) -> Machine:
         linux=sys.platform == "linux",
         one_process=one_process,
     )
+
+
+def processor_name() -> str:
+    """What tells this host's processor from others, as far as its system says: one line."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in facts.items()}
+    numbers = [facts.get(name, "") for name in ("cpu family", "model", "stepping")]
+    words = [facts.get("model name") or platform.processor() or platform.machine(), *numbers]
+    return " ".join(word for word in words if word)
 
 
 def model_facts(folder: Path, name: str) -> ModelFacts:

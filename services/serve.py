@@ -284,14 +284,15 @@ def summary(spec: "AppSpec") -> str:
 
     config = spec.config
     lines = [
-        f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'KV pool':<24}"
-        f"{'step':<13}threads",
+        f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'weights':<10}"
+        f"{'KV pool':<24}{'step':<13}threads",
     ]
     for card, load in sorted(app.reports(spec), key=lambda report: report[0].worker_id):
-        gib = card.kv_blocks * KVLayout(**card.layout).span_bytes / 2**30
+        pool_bytes = card.kv_blocks * KVLayout(**card.layout).span_bytes
         lines.append(
             f"  {card.worker_id:<18}{card.pid:>8}  {f'{card.host}:{card.port}':<22}"
-            f"{load.transport:<11}{f'{card.kv_blocks} blocks, {gib:.2f} GiB':<24}"
+            f"{load.transport:<11}{mib(card.weights_bytes):<10}"
+            f"{f'{card.kv_blocks} blocks, {mib(pool_bytes)}':<24}"
             f"{f'{card.token_budget} tokens':<13}{getattr(config, card.role).engine.threads}"
         )
     body = {
@@ -315,6 +316,11 @@ def summary(spec: "AppSpec") -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def mib(num_bytes: int) -> str:
+    """Memory, for people."""
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def command() -> str:

@@ -31,17 +31,17 @@ from kvtransfer.transport import Transport
 from kvtransfer.transports import open_transport
 from router import wire
 from router.link import Link, WorkerServer, serve_worker
+from services.budget import with_budgets
 from services.decode import DecodeService
-from services.engine.config import EngineConfig
 from services.engine.engine import Engine
-from services.engine.model import Model, read_config
+from services.engine.footprint import num_bytes
+from services.engine.model import Model
+from services.engine.model_config import read_config
 from services.engine.runner import ModelRunner
 from services.engine.weights import read_weights
 from services.engine_loop import EngineLoop
-from services.measure import token_budget
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
-from services.resolve import with_chunk_budget
 from services.roles import LAST_PULLS_S, Roles
 from services.settings import WorkerSettings
 from services.watchdog import Watchdog
@@ -65,23 +65,12 @@ class _Router:
         self.link.send(*messages)
 
 
-def _with_budgets(role: str, config: EngineConfig, runner: ModelRunner) -> EngineConfig:
-    """Step lengths: those that were asked for, else what this model does in time here."""
-    if not config.token_budget:
-        began = time.monotonic()
-        config = replace(config, token_budget=token_budget(runner, config))
-        config = replace(config, chunk_budget=min(config.chunk_budget, config.token_budget))
-        seconds = time.monotonic() - began
-        log.info("a step computes %d tokens (measured in %.1f s)", config.token_budget, seconds)
-    return with_chunk_budget(role, config)
-
-
 @functools.lru_cache(maxsize=1)
-def load_model(folder: str, dtype: str, device: str) -> Model:
+def load_model(folder: str, dtype: str, device: str, int8: bool) -> Model:
     """The model of a folder; workers of one process share it."""
     path = Path(folder)
     kind = getattr(torch, dtype)
-    return Model(read_config(path), read_weights(path), kind, torch.device(device))
+    return Model(read_config(path), read_weights(path), kind, torch.device(device), int8)
 
 
 class Worker:
@@ -135,6 +124,7 @@ class Worker:
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
+            weights_bytes=self._weights_bytes,
             local_prefill=settings.local_prefill and settings.role == "decode",
         )
         self._loop.start()
@@ -144,10 +134,12 @@ class Worker:
     def _build(self) -> None:
         settings, config = self.settings, self.settings.engine
         torch.set_num_threads(config.threads)
-        model = load_model(settings.model_dir, config.dtype, config.device)
+        int8 = config.weights_dtype == "int8"
+        model = load_model(settings.model_dir, config.dtype, config.device, int8)
         shape = model.config
         self.layout = KVLayout(
-            weights=settings.weights,
+            # Rounded weights make other keys and values: nobody else may use them.
+            weights=f"{settings.weights}:int8" if int8 else settings.weights,
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -160,8 +152,15 @@ class Worker:
         plan = parse_faults(settings.pull_faults)
         self._faults = None if plan is None else Faults(plan, settings.worker_id)
         transport = self._open_transport()
+        self._weights_bytes = num_bytes(model)
+        log.info(
+            "memory: %.0f MiB of weights, %.0f MiB of KV in %d blocks",
+            self._weights_bytes / 2**20,
+            config.kv_blocks * self.layout.span_bytes / 2**20,
+            config.kv_blocks,
+        )
         runner = ModelRunner(model, self.region, self.epoch, settings.checksums)
-        self.engine = Engine(_with_budgets(settings.role, config, runner), runner)
+        self.engine = Engine(with_budgets(settings, runner), runner)
         outbox = Outbox(lambda batch: self._call_soon(self._deliver, batch))
         importer = Importer(
             self.region,

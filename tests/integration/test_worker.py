@@ -22,6 +22,7 @@ from router.errors import LinkError
 from router.link import connect_worker
 from services.engine.config import EngineConfig
 from services.engine.scheduler import Plan
+from services.engine.weights import read_weights
 from services.settings import WorkerSettings
 from services.worker import Worker
 from tests.support.tiny_model import save_model
@@ -226,6 +227,9 @@ async def says_what_it_is(folder: Path) -> None:
         assert worker.card.token_budget == config.token_budget
         assert config.token_budget in range(64, 2049, config.block_size)
         assert config.chunk_budget == config.token_budget // 4
+        assert worker.card.weights_bytes >= sum(
+            tensor.nbytes for tensor in read_weights(folder).values()
+        )
     changes = {"role": "mixed", "local_prefill": True, "transport": "nixl"}
     async with running(folder, **changes) as (worker, _, _):
         assert worker.card is not None
@@ -276,8 +280,16 @@ def test_a_puller_that_hangs_is_found(tmp_path: Path, caplog: pytest.LogCaptureF
     asyncio.run(puller_hangs(tmp_path))
 
 
-def test_the_card_says_what_was_measured_and_asked_for(tmp_path: Path) -> None:
-    asyncio.run(says_what_it_is(tmp_path))
+def test_the_card_says_what_was_measured_and_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for how in ("measured in", "measured earlier"):
+        caplog.clear()
+        asyncio.run(says_what_it_is(tmp_path / "model"))
+        assert how in caplog.text
+        assert "MiB of weights" in caplog.text
 
 
 def test_a_replaced_transport_is_in_the_card_and_in_the_load(tmp_path: Path) -> None:
