@@ -20,7 +20,8 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.region import Region
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
-from services.engine.model import Model, read_config
+from services.engine.model import Model
+from services.engine.model_config import read_config
 from services.engine.runner import ModelRunner
 from services.engine.sequence import SamplingParams
 from services.engine.weights import read_weights

@@ -1,15 +1,13 @@
-"""A decoder-only transformer of the Llama family, as Hugging Face names its parts.
+"""A decoder-only transformer of the Llama kind, as Hugging Face names its parts.
 
 Functions over flat tokens: ``ids`` and ``positions`` are ``[num_tokens]``, hidden states
-``[num_tokens, hidden_size]``. Where keys and values are kept is the attention's business.
+``[num_tokens, hidden_size]``. Which optional parts a model has is data in its :class:`ModelConfig`.
+Where keys and values are kept is the attention's business.
 """
 
-import functools
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,70 +15,14 @@ from torch.nn.functional import rms_norm, silu
 
 from services.engine.attention import AttentionPlan, attend, write_kv
 from services.engine.linear import Linear, Product, product
+from services.engine.model_config import ModelConfig, ModelError
+from services.engine.rope import frequencies, rotate, rotation
 
-SUPPORTED = ("LlamaForCausalLM",)
+log = logging.getLogger(__name__)
 
-
-class ModelError(Exception):
-    """The model's folder cannot be used; the message says what is supported."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a model, from its ``config.json``."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_model_len: int
-    rms_norm_eps: float
-    rope_theta: float
-    tied_head: bool
-
-    @property
-    def rope(self) -> str:
-        """Canonical text of the rotary embedding: part of the KV's identity."""
-        return f"theta={self.rope_theta:g}"
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """Parse ``config.json``; raises :class:`ModelError` for a model that is not supported."""
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    architecture = (raw.get("architectures") or ["unknown"])[0]
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or rope
-    refused = [
-        text
-        for text, wrong in (
-            (f"architecture {architecture}", architecture not in SUPPORTED),
-            (f"rope scaling {scaling}", scaling.get("rope_type", "default") != "default"),
-            ("attention bias", raw.get("attention_bias", False)),
-            ("MLP bias", raw.get("mlp_bias", False)),
-            (f"activation {raw.get('hidden_act')}", raw.get("hidden_act", "silu") != "silu"),
-        )
-        if wrong
-    ]
-    if refused:
-        raise ModelError(
-            f"{folder}: not supported: {', '.join(refused)}; supported: {', '.join(SUPPORTED)} "
-            "with SiLU, without biases or rope scaling"
-        )
-    num_heads = raw["num_attention_heads"]
-    return ModelConfig(
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads", num_heads),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        vocab_size=raw["vocab_size"],
-        max_model_len=raw["max_position_embeddings"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-        tied_head=raw.get("tie_word_embeddings", False),
-    )
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")
+"""Ends of names that need not be used: what can be computed, and the second name of a tied head."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +31,81 @@ class Layer:
 
     input_norm: Tensor
     qkv: Product  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]: of each query and key head
+    rotated: bool
+    window: int  # 0: queries see everything before them
     output: Product
     post_norm: Tensor
     gate_up: Product  # [2 * intermediate_size, hidden_size]
     down: Product
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Weights by Hugging Face name, checked and cast as they are taken."""
+
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    int8: bool
+    taken: set[str] = field(default_factory=set)
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """One tensor; -1 in ``shape`` stands for any size."""
+        if name not in self.weights:
+            raise ModelError(f"the weights lack {name!r}")
+        tensor = self.weights[name]
+        if tensor.dtype not in FLOATS:
+            raise ModelError(
+                f"{name!r} is stored as {tensor.dtype}; supported: {', '.join(map(str, FLOATS))}"
+            )
+        found = tuple(tensor.shape)
+        if len(found) != len(shape) or any(
+            n not in (-1, m) for n, m in zip(shape, found, strict=True)
+        ):
+            raise ModelError(f"{name!r} has the shape {found}, but config.json makes it {shape}")
+        self.taken.add(name)
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def product(
+        self, prefix: str, outputs: Mapping[str, int], num_inputs: int, bias: bool
+    ) -> Product:
+        """One product from the projections named in ``outputs``, with their numbers of outputs."""
+        weight = [
+            self.get(f"{prefix}.{name}_proj.weight", n, num_inputs) for name, n in outputs.items()
+        ]
+        added = [self.get(f"{prefix}.{name}_proj.bias", n) for name, n in outputs.items() if bias]
+        return product(torch.cat(weight), torch.cat(added) if added else None, int8=self.int8)
+
+    def layer(self, config: ModelConfig, index: int) -> Layer:
+        """The weights of one block."""
+        hidden, dim = config.hidden_size, config.head_dim
+        queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qk_norm = None
+        if config.qk_norm:
+            q, k = (self.get(f"{attention}.{name}_norm.weight", dim) for name in "qk")
+            qk_norm = torch.stack([q] * config.num_heads + [k] * config.num_kv_heads)
+        return Layer(
+            input_norm=self.get(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self.product(
+                attention, {"q": queries, "k": keys, "v": keys}, hidden, config.qkv_bias
+            ),
+            qk_norm=qk_norm,
+            rotated=index not in config.unrotated_layers,
+            window=config.window if index in config.window_layers else 0,
+            output=self.product(attention, {"o": hidden}, queries, config.output_bias),
+            post_norm=self.get(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self.product(mlp, {"gate": -1, "up": -1}, hidden, config.mlp_bias),
+            down=self.product(mlp, {"down": hidden}, -1, config.mlp_bias),
+        )
+
+    def warn_of_others(self) -> None:
+        """What nobody asked for may be a part that the model should have and does not say."""
+        others = sorted(n for n in self.weights.keys() - self.taken if not n.endswith(UNUSED))
+        if others:
+            log.warning("%d tensors are not used: %s ...", len(others), ", ".join(others[:3]))
 
 
 class Model:
@@ -111,51 +124,39 @@ class Model:
         ``int8``: see :class:`~services.engine.linear.PackedLinear`; for float32 on a CPU.
         """
         self.config = config
-        make = functools.partial(product, int8=int8)
-
-        def get(name: str) -> Tensor:
-            if name not in weights:
-                raise ModelError(f"the weights lack {name!r}")
-            return weights[name].to(device=device, dtype=dtype)
-
-        self.norm = get("model.norm.weight")
-        self.head = make(get("model.embed_tokens.weight" if config.tied_head else "lm_head.weight"))
-        self.embed = self.head if config.tied_head else Linear(get("model.embed_tokens.weight"))
-        self.layers = [
-            Layer(
-                get(f"{p}.input_layernorm.weight"),
-                make(torch.cat([get(f"{p}.self_attn.{x}_proj.weight") for x in ("q", "k", "v")])),
-                make(get(f"{p}.self_attn.o_proj.weight")),
-                get(f"{p}.post_attention_layernorm.weight"),
-                make(torch.cat([get(f"{p}.mlp.{x}_proj.weight") for x in ("gate", "up")])),
-                make(get(f"{p}.mlp.down_proj.weight")),
-            )
-            for p in (f"model.layers.{i}" for i in range(config.num_layers))
-        ]
-        # Angles in float32 also for lower dtypes: at thousands of positions they need the bits.
-        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
-        frequencies = 1.0 / config.rope_theta ** (steps / config.head_dim)
-        positions = torch.arange(config.max_model_len, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, frequencies)
-        self.cos = torch.cat((angles.cos(), angles.cos()), -1)  # [max_model_len, head_dim]
-        self.sin = torch.cat((-angles.sin(), angles.sin()), -1)
+        source = _Source(weights, dtype, device, int8)
+        size = config.vocab_size, config.hidden_size
+        embed = source.get("model.embed_tokens.weight", *size)
+        if config.tied_head:
+            self.embed = self.head = product(embed, int8=int8)
+        else:
+            self.embed = Linear(embed)
+            self.head = product(source.get("lm_head.weight", *size), int8=int8)
+        self.layers: Sequence[Layer] = [source.layer(config, i) for i in range(config.num_layers)]
+        self.norm = source.get("model.norm.weight", config.hidden_size)
+        self.frequencies = frequencies(config, device)
+        source.warn_of_others()
 
     def forward(self, ids: Tensor, positions: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states ``[num_tokens, hidden_size]`` after the last norm; KV goes to ``kv``."""
         config = self.config
+        num_tokens, num_queries, dim = len(ids), config.num_heads, config.head_dim
+        num_qk = num_queries + config.num_kv_heads
         eps, size = config.rms_norm_eps, (config.hidden_size,)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        cos, sin = rotation(positions, self.frequencies)
         hidden = self.embed.rows(ids)
         for index, layer in enumerate(self.layers):
             x = rms_norm(hidden, size, layer.input_norm, eps)
-            qkv = layer.qkv(x).view(len(ids), -1, config.head_dim)
-            num_rotated = config.num_heads + config.num_kv_heads
-            rotated = _rotate(qkv[:, :num_rotated], cos, sin)
-            queries = rotated[:, : config.num_heads]
-            keys, values = rotated[:, config.num_heads :], qkv[:, num_rotated:]
-            write_kv(kv, index, plan, torch.stack((keys, values), 1))
-            attended = attend(kv, index, plan, queries.contiguous())
-            hidden = hidden + layer.output(attended.view(len(ids), -1))
+            qkv = layer.qkv(x).view(num_tokens, -1, dim)
+            qk, values = qkv[:, :num_qk], qkv[:, num_qk:]
+            if layer.qk_norm is not None:
+                qk = rms_norm(qk, (dim,), eps=eps) * layer.qk_norm
+            if layer.rotated:
+                qk = rotate(qk, cos, sin)
+            write_kv(kv, index, plan, torch.stack((qk[:, num_queries:], values), 1))
+            queries = qk[:, :num_queries].contiguous()
+            attended = attend(kv, index, plan, queries, layer.window)
+            hidden = hidden + layer.output(attended.view(num_tokens, -1))
             x = rms_norm(hidden, size, layer.post_norm, eps)
             gate, up = layer.gate_up(x).chunk(2, -1)
             hidden = hidden + layer.down(silu(gate) * up)
@@ -164,12 +165,3 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[num_rows, vocab_size]`` of the chosen hidden states."""
         return self.head(hidden).float()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., RoFormer) in the half-split form; ``x`` is [tokens, heads, dim].
-
-    ``sin`` carries the sign of the first half.
-    """
-    swapped = x.roll(x.shape[-1] // 2, -1)
-    return (x * cos + swapped * sin).to(x.dtype)

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.engine.model import ModelConfig, ModelError
+from services.engine.model_config import ModelConfig, ModelError
 from services.engine.weight_files import weight_files
 
 

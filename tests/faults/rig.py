@@ -21,7 +21,7 @@ from router.api import create_api
 from router.dispatch import Dispatcher
 from router.tokenizer import ByteTokenizer
 from services.config import load
-from services.engine.model import ModelConfig
+from services.engine.model_config import ModelConfig
 from services.local import LocalGraph, local_graph
 from tests.faults.gates import EngineGate, RouterGate, TransportGate
 from tests.faults.leftovers import worker_leftovers

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.engine.model import ModelConfig
+from services.engine.model_config import ModelConfig
 from services.engine.weights import random_weights
 
 INTERMEDIATE = 48
