@@ -4,23 +4,32 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.engine.model_config import ModelConfig, ModelError
-from services.engine.weight_files import weight_files
+from services.engine.weight_files import WeightFilesError, weight_files
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors by name, mapped from the files, not copied."""
-    files = weight_files(folder)
+    """All tensors of a folder's safetensors by name, mapped from the files, not copied.
+
+    Raises :class:`ModelError` where files are missing or damaged.
+    """
+    try:
+        files = weight_files(folder)
+    except WeightFilesError as error:
+        raise ModelError(f"{folder}: {error}") from error
     if not files:
         raise ModelError(f"{folder} holds no *.safetensors file")
     weights: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                weights[name] = tensors.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    weights[name] = tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"cannot read {file}: {error}") from error
     return weights
 
 

@@ -27,9 +27,15 @@ def request() -> GenRequest:
     return GenRequest(PROMPT, sampling, MAX_TOKENS)
 
 
-async def worker(role: str, number: int, folder: Path) -> Worker:
+async def worker(role: str, number: int, folder: Path, weights_dtype: str = "auto") -> Worker:
     engine = EngineConfig(
-        kv_blocks=17, max_model_len=128, token_budget=64, threads=1, dtype="float32", device="cpu"
+        kv_blocks=17,
+        max_model_len=128,
+        token_budget=64,
+        threads=1,
+        dtype="float32",
+        weights_dtype=weights_dtype,
+        device="cpu",
     )
     started = Worker(
         WorkerSettings(
@@ -54,7 +60,16 @@ async def worker(role: str, number: int, folder: Path) -> Worker:
 async def graph(folder: Path) -> AsyncIterator[tuple[Dispatcher, list[Worker]]]:
     """One prefill worker, two decode workers (the second in the pair), and a router."""
     save_model(folder)
-    workers = [await worker(role, i, folder) for i, role in enumerate(["prefill"] + 2 * ["decode"])]
+    async with running(folder, ["prefill", "decode", "decode"]) as (dispatcher, workers):
+        yield dispatcher, workers
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, roles: list[str], weights_dtype: str = "auto"
+) -> AsyncIterator[tuple[Dispatcher, list[Worker]]]:
+    """Workers of a model in a folder, and a router that has proven each pair of them."""
+    workers = [await worker(role, i, folder, weights_dtype) for i, role in enumerate(roles)]
 
     async def discover() -> list[wire.WorkerCard]:
         return [w.card for w in workers if w.card is not None]
@@ -62,9 +77,10 @@ async def graph(folder: Path) -> AsyncIterator[tuple[Dispatcher, list[Worker]]]:
     settings = RouterSettings(RouterConfig(), str(folder), "tiny", "R", SECRET)
     dispatcher = Dispatcher(settings, discover)
     await dispatcher.start()
+    num_pairs = roles.count("mixed") + roles.count("prefill") * roles.count("decode")
     try:
         async with asyncio.timeout(20):
-            while len(dispatcher.prover.proven) < 2:
+            while len(dispatcher.prover.proven) < num_pairs:
                 await asyncio.sleep(0.01)
         yield dispatcher, workers
     finally:
