@@ -16,7 +16,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import carray, config, njit, set_num_threads, types
-from numba.core.cgutils import get_or_insert_function
+from numba.core.cgutils import for_range, get_or_insert_function
 from numba.extending import intrinsic
 
 LANES = 8
@@ -42,8 +42,10 @@ def tile(rows: int, vectors: int = 2, add: bool = False) -> Callable[..., None]:
 
 @lru_cache
 def tile_int8(rows: int, vectors: int = 2) -> Callable[..., None]:
-    """The same with ``w`` of int8."""
-    return _kernel(rows, vectors, _I8, False)
+    """``f(x, x_stride, w, scale, out, out_stride, count)``: ``w`` is int8, row after row; ``out``
+    grows by the sums times ``scale``, one float32 for each column.
+    """
+    return _kernel(rows, vectors, _I8, True)
 
 
 def _kernel(rows: int, vectors: int, weight: Value, add: bool) -> Callable[..., None]:
@@ -67,7 +69,7 @@ def _emit(
     x: Value,
     x_stride: Value,
     w: Value,
-    w_stride: Value,
+    w_stride: Value,  # of int8: the scales' address
     out: Value,
     out_stride: Value,
     count: Value,
@@ -76,7 +78,8 @@ def _emit(
     out_rows = [_at(b, b.inttoptr(out, _F32.as_pointer()), out_stride, r) for r in range(rows)]
     places = [[_vector_at(b, row, v, _VECTOR) for v in range(vectors)] for row in out_rows]
     zero = ir.Constant(_VECTOR, [0.0] * LANES)
-    first = [[_load(b, p) if add else zero for p in row] for row in places]
+    narrow = weight is not _F32
+    first = [[_load(b, p) if add and not narrow else zero for p in row] for row in places]
     w_start = b.inttoptr(w, weight.as_pointer())
     before, loop, after = b.block, b.append_basic_block(), b.append_basic_block()
     b.branch(loop)
@@ -85,7 +88,7 @@ def _emit(
     index = b.phi(_I64)
     index.add_incoming(_I64(0), before)
     sums = [[b.phi(_VECTOR) for _ in row] for row in first]
-    w_row = b.gep(w_start, [b.mul(index, w_stride)])
+    w_row = b.gep(w_start, [b.mul(index, _I64(vectors * LANES) if narrow else w_stride)])
     w_vectors = [_load_weight(b, w_row, v, weight) for v in range(vectors)]
     fma = get_or_insert_function(b.module, _FMA, f"llvm.fma.v{LANES}f32")
     following = []
@@ -109,9 +112,37 @@ def _emit(
     b.cbranch(b.icmp_signed("<", next_index, count), loop, after)
 
     b.position_at_end(after)
-    for r in range(rows):
-        for v in range(vectors):
-            b.store(following[r][v], places[r][v], align=4)
+    for v in range(vectors):
+        if narrow:
+            scale = _load(b, _vector_at(b, b.inttoptr(w_stride, _F32.as_pointer()), v, _VECTOR))
+        for r in range(rows):
+            total = following[r][v]
+            if narrow:
+                total = b.call(fma, (total, scale, _load(b, places[r][v])))
+            b.store(total, places[r][v], align=4)
+
+
+@intrinsic
+def widen(typing: Any, w: Any, scale: Any, out: Any, count: Any) -> Any:
+    """``widen(w, scale, out, count)``: ``out`` float32 is ``w`` times ``scale``, int8 ``[count, 2 *
+    LANES]`` by a float32 for each column.
+    """
+
+    def generate(context: Any, b: Value, signature: Any, args: Any) -> Value:
+        w, scale, out, count = args
+        w, scale, out = (
+            b.inttoptr(address, kind.as_pointer())
+            for address, kind in ((w, _I8), (scale, _F32), (out, _F32))
+        )
+        factors = [_load(b, _vector_at(b, scale, v, _VECTOR)) for v in range(2)]
+        with for_range(b, count) as loop:
+            first = b.mul(loop.index, _I64(2 * LANES))
+            for v in range(2):
+                wide = b.fmul(_load_weight(b, b.gep(w, [first]), v, _I8), factors[v])
+                b.store(wide, _vector_at(b, b.gep(out, [first]), v, _VECTOR), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 def _at(b: Value, pointer: Value, stride: Value, row: int) -> Value:
@@ -158,5 +189,5 @@ def use_threads(count: int) -> None:
 floats = _view(types.float32)
 """``floats(address, count)``: an array over memory, for numba code."""
 
-int8s = _view(types.int8)
-"""The same of int8."""
+int64s = _view(types.int64)
+"""The same of int64."""

@@ -4,8 +4,8 @@
 :class:`PackedLinear` is for CPUs: weights lie in *panels*, ``[num_outputs / 16, num_inputs, 16]``,
 so that one pass over them, from one end to the other, serves all rows. That keeps one row at the
 speed of memory and hundreds at that of the processor; at few rows, where a general GEMM is far from
-both, it matters most. Weights are float32, or int8 with a scale for each output: then memory gives
-a quarter of the bytes, and sums are in float32 all the same.
+both, it matters most. Weights are float32, or int8 with a scale for each output and ``GROUP``
+inputs: then memory gives a quarter of the bytes, and sums are in float32 all the same.
 """
 
 from typing import Protocol
@@ -16,9 +16,10 @@ from numba import njit, prange
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from services.engine.kernels import floats, int8s, tile, tile_int8
+from services.engine.kernels import floats, tile, tile_int8, widen
 
 PANEL = 16  # outputs side by side: two vectors
+GROUP = 64  # inputs, of int8 weights that share a scale; one for all would cost several times more
 
 
 class Product(Protocol):
@@ -54,20 +55,22 @@ class Linear:
 
 
 class PackedLinear:
-    """The form for CPUs: ``x`` and results are float32. ``int8``: weights are rounded to 255 steps
-    between the largest of each output and its negative.
-    """
+    """The form for CPUs: ``x`` and results are float32. ``int8``: see :func:`quantize`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
         self.num_outputs, self.num_inputs = weight.shape
         num_panels = -(-self.num_outputs // PANEL)
         lacking = num_panels * PANEL - self.num_outputs
-        self.scale: Tensor | None = None
+
+        def in_panels(matrix: Tensor) -> Tensor:
+            padded = torch.nn.functional.pad(matrix, (0, 0, 0, lacking)) if lacking else matrix
+            return padded.reshape(num_panels, PANEL, -1).transpose(1, 2).contiguous()
+
+        self.scale: Tensor | None = None  # [num_panels, number of groups, PANEL]
         if int8:
             weight, scale = quantize(weight)
-            self.scale = torch.nn.functional.pad(scale, (0, lacking)).contiguous()
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, lacking)) if lacking else weight
-        self.panels = padded.view(num_panels, PANEL, -1).transpose(1, 2).contiguous()
+            self.scale = in_panels(scale)
+        self.panels = in_panels(weight)
         self.bias = None
         if bias is not None:
             self.bias = torch.nn.functional.pad(bias.float(), (0, lacking)).contiguous()
@@ -93,11 +96,13 @@ class PackedLinear:
 
     def rows(self, ids: Tensor) -> Tensor:
         found = self.panels[ids // PANEL, :, ids % PANEL]
-        return found if self.scale is None else found * self.scale[ids][:, None]
+        if self.scale is None:
+            return found
+        return dequantize(found, self.scale[ids // PANEL, :, ids % PANEL])
 
     @property
     def num_bytes(self) -> int:
-        return self.panels.nbytes
+        return self.panels.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
 def product(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> Product:
@@ -109,14 +114,21 @@ def product(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> P
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 ``[num_outputs, num_inputs]`` and float32 ``[num_outputs]``, whose product is nearly
-    ``weight``.
+    """int8 ``[num_outputs, num_inputs]``, and a float32 scale for each output and ``GROUP`` inputs,
+    ``[num_outputs, number of groups]``: the largest of a group is 127 steps.
     """
-    weight = weight.float()
-    scale = weight.abs().amax(1) / 127
-    # Of an output without weights the scale is 0, and so is what it is multiplied by.
-    steps = (weight / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    return steps.to(torch.int8), scale
+    num_outputs, num_inputs = weight.shape
+    lacking = -num_inputs % GROUP
+    groups = torch.nn.functional.pad(weight.float(), (0, lacking)).view(num_outputs, -1, GROUP)
+    scale = groups.abs().amax(-1) / 127
+    # Where all are 0 the scale is 0 too: nothing must be divided by it.
+    steps = (groups / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round_()
+    return steps.to(torch.int8).view(num_outputs, -1)[:, :num_inputs], scale
+
+
+def dequantize(steps: Tensor, scale: Tensor) -> Tensor:
+    """float32: what :func:`quantize` has made of the weights."""
+    return steps * scale.repeat_interleave(GROUP, 1)[:, : steps.shape[1]]
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -150,55 +162,86 @@ def _multiply_panel(x, x_stride, num_rows, num_inputs, panel, out, out_stride): 
 
 
 @njit(inline="always")
-def _multiply_panel_int8(x, x_stride, num_rows, num_inputs, panel, out, out_stride):  # type: ignore[no-untyped-def]
-    if num_rows > 6:  # each weight becomes a float once, not once for each tile
-        wide = np.empty(num_inputs * 16, np.float32)
-        narrow = int8s(panel, num_inputs * 16)
-        for i in range(num_inputs * 16):
-            wide[i] = narrow[i]
-        _multiply_panel(x, x_stride, num_rows, num_inputs, wide.ctypes.data, out, out_stride)
-    elif num_rows == 6:
-        _int8_6(x, x_stride, panel, 16, out, out_stride, num_inputs)
+def _multiply_group(x, x_stride, num_rows, count, group, scale, out, out_stride):  # type: ignore[no-untyped-def]
+    """Up to 6 rows, and the int8 weights of one scale."""
+    if num_rows == 6:
+        _int8_6(x, x_stride, group, scale, out, out_stride, count)
     elif num_rows == 5:
-        _int8_5(x, x_stride, panel, 16, out, out_stride, num_inputs)
+        _int8_5(x, x_stride, group, scale, out, out_stride, count)
     elif num_rows == 4:
-        _int8_4(x, x_stride, panel, 16, out, out_stride, num_inputs)
+        _int8_4(x, x_stride, group, scale, out, out_stride, count)
     elif num_rows == 3:
-        _int8_3(x, x_stride, panel, 16, out, out_stride, num_inputs)
+        _int8_3(x, x_stride, group, scale, out, out_stride, count)
     elif num_rows == 2:
-        _int8_2(x, x_stride, panel, 16, out, out_stride, num_inputs)
+        _int8_2(x, x_stride, group, scale, out, out_stride, count)
     else:
-        _int8_1(x, x_stride, panel, 16, out, out_stride, num_inputs)
+        _int8_1(x, x_stride, group, scale, out, out_stride, count)
 
 
 @njit(inline="always")
-def _finish(scale, bias, num_rows, out, out_stride):  # type: ignore[no-untyped-def]
-    """Scale and bias of one panel's outputs; an address of 0: none."""
+def _widen(panel, scale, num_inputs, wide):  # type: ignore[no-untyped-def]
+    """A panel of int8 as float32."""
+    for first in range(0, num_inputs, GROUP):
+        factors = scale + 64 * (first // GROUP)
+        widen(panel + 16 * first, factors, wide + 64 * first, min(GROUP, num_inputs - first))
+
+
+@njit(inline="always")
+def _clear(num_rows, out, out_stride):  # type: ignore[no-untyped-def]
     for row in range(num_rows):
         sums = floats(out + 4 * row * out_stride, 16)
-        if scale:
-            factors = floats(scale, 16)
-            for i in range(16):
-                sums[i] *= factors[i]
-        if bias:
-            terms = floats(bias, 16)
-            for i in range(16):
-                sums[i] += terms[i]
+        for i in range(16):
+            sums[i] = 0
+
+
+@njit(inline="always")
+def _add_bias(bias, num_rows, out, out_stride):  # type: ignore[no-untyped-def]
+    terms = floats(bias, 16)
+    for row in range(num_rows):
+        sums = floats(out + 4 * row * out_stride, 16)
+        for i in range(16):
+            sums[i] += terms[i]
 
 
 @njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
 def _multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
+    out_stride = 16 * num_panels
     for p in prange(num_panels):
         sums, panel = out + 64 * p, panels + 64 * p * num_inputs
-        _multiply_panel(x, x_stride, num_rows, num_inputs, panel, sums, 16 * num_panels)
+        _multiply_panel(x, x_stride, num_rows, num_inputs, panel, sums, out_stride)
         if bias:
-            _finish(0, bias + 64 * p, num_rows, sums, 16 * num_panels)
+            _add_bias(bias + 64 * p, num_rows, sums, out_stride)
 
 
 @njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
 def _multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
+    out_stride = 16 * num_panels
+    num_groups = (num_inputs + GROUP - 1) // GROUP
     for p in prange(num_panels):
-        sums, panel = out + 64 * p, panels + 16 * p * num_inputs
-        _multiply_panel_int8(x, x_stride, num_rows, num_inputs, panel, sums, 16 * num_panels)
-        added = bias + 64 * p if bias else 0
-        _finish(scale + 64 * p, added, num_rows, sums, 16 * num_panels)
+        sums, panel, scales = (
+            out + 64 * p,
+            panels + 16 * p * num_inputs,
+            scale + 64 * p * num_groups,
+        )
+        if num_rows > 6:  # each weight becomes a float once, not once for each tile
+            wide = np.empty(num_inputs * 16, np.float32)
+            _widen(panel, scales, num_inputs, wide.ctypes.data)
+            _multiply_panel(x, x_stride, num_rows, num_inputs, wide.ctypes.data, sums, out_stride)
+        else:
+            _clear(num_rows, sums, out_stride)
+            for g in range(num_groups):
+                first = g * GROUP
+                count = min(GROUP, num_inputs - first)
+                group = panel + 16 * first
+                _multiply_group(
+                    x + 4 * first,
+                    x_stride,
+                    num_rows,
+                    count,
+                    group,
+                    scales + 64 * g,
+                    sums,
+                    out_stride,
+                )
+        if bias:
+            _add_bias(bias + 64 * p, num_rows, sums, out_stride)
