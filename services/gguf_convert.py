@@ -1,164 +1,216 @@
-"""Converts one GGUF file of the llama architecture into a folder as Hugging Face lays it out.
+"""Converts a GGUF model into a folder as Hugging Face lays it out.
 
-Reading a GGUF takes seconds (every string of the vocabulary is parsed in Python) and its weights
-are quantised; the folder holds float32 safetensors, ``tokenizer.json`` and the chat template, and
-opens in well under a second. Whatever the converter does not know (another architecture, a rope
-scaling, an unknown tensor or pre-tokenizer) it refuses by name: a model converted half right
-answers nonsense. Knows no cache and no network (:mod:`services.fetch`, whose ``CONVERTER_VERSION``
-says when to convert again), and needs no torch.
+A GGUF's weights are quantised; the folder holds float32 safetensors, ``tokenizer.json`` and the
+chat template, and opens in well under a second. Whatever the converter does not know (another
+architecture, a rope scaling, an unknown tensor or pre-tokenizer) it refuses by name: a model
+converted half right answers nonsense. Knows no cache and no network (:mod:`services.fetch`, whose
+``CONVERTER_VERSION`` says when to convert again), and needs no torch.
 """
 
 import json
-import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gguf_fields import ConvertError, get, write_json
+from services.gguf_config import (
+    ROPE_FACTORS,
+    Family,
+    Shape,
+    expected_shapes,
+    hf_name,
+    model_config,
+    model_family,
+)
+from services.gguf_fields import ConvertError, write_json
+from services.gguf_file import Tensor, read_model
 from services.gguf_tokenizer import write_tokenizer
 
 __all__ = ["ConvertError", "convert"]
 
-TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+Report = Callable[[str], None]
+
+CHUNK = 4 << 20  # values of one tensor that are decoded at a time
+REPORT_SECONDS = 5.0
 
 
-def convert(path: Path, folder: Path) -> None:
-    """Write config, weights, tokenizer and chat template of the GGUF ``path`` into ``folder``.
+@dataclass(frozen=True)
+class Output:
+    """One tensor to write."""
 
-    ``folder`` must exist. Raises :class:`ConvertError`; it may then hold some of the files.
+    name: str  # Hugging Face's
+    shape: Shape
+    tensor: Tensor | None  # None: zeros
+    num_heads: int = 0  # whose rows are put in order; 0: they are
+    scale: float = 1.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the safetensors file."""
+        return 4 * int(np.prod(self.shape, dtype=object))
+
+
+def convert(path: Path, folder: Path, report: Report = lambda text: None) -> None:
+    """Write config, weights, tokenizer and chat template of a GGUF model into ``folder``.
+
+    ``path`` is its file, or any part of one that was split; ``folder`` must exist. ``report`` hears
+    how far a long conversion is. Raises :class:`ConvertError`; the folder may then hold some of the
+    files. Memory holds some rows of one tensor at a time.
     """
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, OverflowError) as error:
-        raise ConvertError(f"{path} is not a complete GGUF file: {error}") from error
-    fields = {name: field for name, field in reader.fields.items() if field.data}
-    config = model_config(fields, {t.name: t for t in reader.tensors})
-    # The cheap files first: what is not supported shows before half a gigabyte is written.
-    write_tokenizer(fields, folder)
-    write_json(folder / "config.json", config)
-    write_weights(reader.tensors, config, folder / "model.safetensors")
+    model = read_model(path)
+    _, family = model_family(model.fields)
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    factors = rope_factors(tensors.pop(ROPE_FACTORS, None))
+    scales = take_scales(tensors)
+    config = model_config(
+        model.fields, {name: tensor.shape for name, tensor in tensors.items()}, factors
+    )
+    if factors is not None and len(factors) != config["head_dim"] // 2:
+        raise ConvertError(f"{ROPE_FACTORS} has {len(factors)} factors for {config['head_dim']}")
+    outputs = plan(tensors, scales, config, family)
+    # The cheap files first: what is not supported shows before gigabytes are written.
+    words = write_tokenizer(model.fields, folder)
+    if len(words.tokens) != config["vocab_size"]:
+        raise ConvertError(
+            f"the GGUF has {len(words.tokens)} tokens, but embeds {config['vocab_size']}"
+        )
+    roles = {f"{role}_token_id": words.roles.get(role) for role in ("bos", "eos")}
+    write_json(folder / "config.json", config | roles)
+    write_weights(outputs, folder / "model.safetensors", report)
 
 
-# --- configuration --------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
-def model_config(fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of a ``LlamaForCausalLM``; refuses what that class computes differently."""
-    arch = get(fields, "general.architecture")
-    if arch != "llama":
-        raise ConvertError(f"architecture {arch!r} is not supported, only 'llama'")
-    hidden = get(fields, "llama.embedding_length")
-    heads = get(fields, "llama.attention.head_count")
-    head_dim = get(fields, "llama.attention.key_length", hidden // heads)
-    rotated = get(fields, "llama.rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise ConvertError(f"rope over {rotated} of {head_dim} dimensions is not supported")
-    scaling = get(fields, "llama.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ConvertError(f"rope scaling {scaling!r} is not supported")
-    if get(fields, "llama.expert_count", 0):
-        raise ConvertError("a mixture of experts is not supported")
-    if "token_embd.weight" not in tensors:
-        raise ConvertError("the GGUF lacks the tensor token_embd.weight")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": get(fields, "llama.feed_forward_length"),
-        "num_hidden_layers": get(fields, "llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get(fields, "llama.attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "max_position_embeddings": get(fields, "llama.context_length"),
-        "rms_norm_eps": shortest(get(fields, "llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": shortest(get(fields, "llama.rope.freq_base", 10000.0)),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": get(fields, "tokenizer.ggml.bos_token_id", None),
-        "eos_token_id": get(fields, "tokenizer.ggml.eos_token_id"),
-        "torch_dtype": "float32",
-    }
+def rope_factors(tensor: Tensor | None) -> list[float] | None:
+    """What each of rope's frequencies is divided by; None when there is no such tensor."""
+    if tensor is None:
+        return None
+    factors = tensor.read().ravel()
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ConvertError(f"{ROPE_FACTORS} holds factors that are not positive numbers")
+    return [float(str(factor)) for factor in factors]  # the shortest decimals of the float32
 
 
-def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: GGUF's 9.999999747378752e-06 is 1e-05."""
-    return float(str(np.float32(value)))
+def take_scales(tensors: dict[str, Tensor]) -> dict[str, float]:
+    """Take the numbers by which whole tensors are multiplied (NVFP4) out of ``tensors``.
+
+    By the tensor's name. Those of its inputs serve hardware that rounds these, too: not needed.
+    """
+    scales = {}
+    for name in list(tensors):
+        stem, _, kind = name.rpartition(".")
+        if kind not in ("scale", "input_scale") or f"{stem}.weight" not in tensors:
+            continue
+        values = tensors.pop(name).read().ravel()
+        if len(values) != 1 or not np.isfinite(values).all():
+            raise ConvertError(f"tensor {name!r} is not one number")
+        if kind == "scale":
+            scales[f"{stem}.weight"] = float(values[0])
+    return scales
 
 
-# --- weights --------------------------------------------------------------------------------------
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor."""
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    match = LAYER_TENSOR.fullmatch(name)
-    if match is None or match[2] not in LAYER_NAMES:
-        raise ConvertError(f"tensor {name!r} is not supported")
-    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight"
+def plan(
+    tensors: Mapping[str, Tensor],
+    scales: Mapping[str, float],
+    config: Mapping[str, Any],
+    family: Family,
+) -> list[Output]:
+    """What to write; raises :class:`ConvertError` unless the tensors are those of the model."""
+    expected = expected_shapes(config, family)
+    if unknown := [name for name in tensors if name not in expected]:
+        places = "its layers or kind" if hf_name(unknown[0]) else "what is supported"
+        raise ConvertError(f"the GGUF holds tensors beyond {places}: {', '.join(unknown[:5])}")
+    optional = () if family.qkv_bias else (".bias",)  # llama.cpp leaves out single ones
+    if lacking := [n for n in expected if n not in tensors and not n.endswith(tuple(optional))]:
+        raise ConvertError(f"the GGUF lacks the tensors {', '.join(lacking[:5])}")
+    outputs = []
+    for name, shape in expected.items():
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.shape != shape:
+            raise ConvertError(f"tensor {name!r} has the shape {tensor.shape}, expected {shape}")
+        target = hf_name(name)
+        assert target is not None
+        heads = 0
+        if family.interleaved and ".attn_q." in name:
+            heads = config["num_attention_heads"]
+        elif family.interleaved and ".attn_k." in name:
+            heads = config["num_key_value_heads"]
+        outputs.append(Output(target, shape, tensor, heads, scales.get(name, 1.0)))
+    return outputs
 
 
 def unpermute(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """Undo llama.cpp's row order of q and k, ``[num_heads * head_dim, hidden]``.
+    """Undo llama.cpp's row order of q and k, ``[num_heads * head_dim, ...]``.
 
     Rope rotates pairs of dimensions. llama.cpp keeps the two of a pair next to each other, Hugging
     Face half a head apart.
     """
-    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])  # [num_heads, head_dim / 2, 2, hidden]
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def dequantize(tensor: Any, config: dict[str, Any]) -> NDArray[np.float32]:
-    """One tensor as float32 in Hugging Face's row order."""
-    try:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-    except NotImplementedError as error:
-        kind = tensor.tensor_type.name
-        raise ConvertError(f"tensor {tensor.name!r} has the unsupported type {kind}") from error
-    if tensor.name.endswith(".attn_q.weight"):
-        values = unpermute(values, config["num_attention_heads"])
-    elif tensor.name.endswith(".attn_k.weight"):
-        values = unpermute(values, config["num_key_value_heads"])
+def decoded(output: Output) -> Iterator[NDArray[np.float32]]:
+    """The values of one tensor, in order, some rows at a time; raises :class:`ConvertError`."""
+    tensor, shape, num_heads = output.tensor, output.shape, output.num_heads
+    if tensor is None:
+        yield np.zeros(shape, np.float32)
+        return
+    if len(shape) == 1:
+        yield finished(tensor.read().reshape(shape), output, num_heads)
+        return
+    group = shape[0] // num_heads if num_heads else 1  # rows change places within a head
+    step = group * max(1, CHUNK // (group * shape[1]))
+    for first in range(0, shape[0], step):
+        rows = tensor.read(first, first + step)
+        yield finished(rows, output, len(rows) // group if num_heads else 0)
+
+
+def finished(values: NDArray[np.float32], output: Output, num_heads: int) -> NDArray[np.float32]:
+    """Decoded values as they are written."""
+    if output.scale != 1.0:
+        values = values * np.float32(output.scale)
+    if not np.isfinite(values).all():
+        raise ConvertError(f"{output.name} holds values that are no numbers: the GGUF is damaged")
+    if num_heads:
+        values = unpermute(values, num_heads)
     return np.ascontiguousarray(values, dtype="<f4")
 
 
-def write_weights(tensors: list[Any], config: dict[str, Any], path: Path) -> None:
-    """Write one safetensors file, tensor by tensor: memory never holds the whole model."""
-    names = {hf_name(t.name): t for t in tensors}
-    check_complete(set(names), config)
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_weights(outputs: list[Output], path: Path, report: Report) -> None:
+    """Write one safetensors file, piece by piece."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in names.items():
-        end = offset + 4 * int(tensor.n_elements)
-        shape = [int(n) for n in reversed(tensor.shape)]  # GGUF names the fastest axis first
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+    total = 0
+    for output in outputs:
+        end = total + output.num_bytes
+        header[output.name] = {
+            "dtype": "F32",
+            "shape": list(output.shape),
+            "data_offsets": [total, end],
+        }
+        total = end
+    free = shutil.disk_usage(path.parent).free
+    if total > free:
+        raise ConvertError(
+            f"the float32 weights need {total / 1e9:.1f} GB, {path.parent} has {free / 1e9:.1f} GB"
+        )
+    done, reported = 0, time.monotonic()
     with path.open("wb") as file:
         write_header(file, header)
-        for tensor in names.values():
-            file.write(dequantize(tensor, config).data)
+        for output in outputs:
+            for values in decoded(output):
+                done += file.write(values.data)
+                if time.monotonic() - reported > REPORT_SECONDS:
+                    reported = time.monotonic()
+                    report(f"  {done / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * done // total} %)")
 
 
 def write_header(file: IO[bytes], header: dict[str, Any]) -> None:
@@ -166,19 +218,3 @@ def write_header(file: IO[bytes], header: dict[str, Any]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-
-
-def check_complete(names: set[str], config: dict[str, Any]) -> None:
-    """Every tensor that the configuration promises is there, and no other."""
-    top = {"model.embed_tokens.weight", "model.norm.weight"}
-    if not config["tie_word_embeddings"]:
-        top.add("lm_head.weight")
-    layers = {
-        f"model.layers.{i}.{part}.weight"
-        for i in range(config["num_hidden_layers"])
-        for part in LAYER_NAMES.values()
-    }
-    if missing := sorted((top | layers) - names):
-        raise ConvertError(f"the GGUF lacks tensors for {', '.join(missing[:5])}")
-    if extra := sorted(names - top - layers):
-        raise ConvertError(f"the GGUF holds tensors beyond its layers: {', '.join(extra[:5])}")

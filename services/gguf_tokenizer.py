@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from services.gguf_fields import ConvertError, get, write_json
+from services.gguf_fields import ConvertError, Fields, get, write_json
 from services.gguf_pre_tokenizers import Rule, pre_tokenizer, rule
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type; 1 is an ordinary token
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 SPECIAL = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
 """Types of tokens that are cut out of a text before all else; whether answers leave them out."""
 ENDS_OF_TURN = frozenset(
@@ -29,7 +29,7 @@ SPACE = "▁"  # U+2581, SentencePiece's space
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the file says of its tokens. Read once: each string of a field is parsed in Python."""
+    """What the file says of its tokens."""
 
     kind: str  # gpt2 or llama
     pre: str | None  # llama.cpp's name of the pre-tokenizer, for gpt2
@@ -40,10 +40,10 @@ class Vocabulary:
     add_eos: bool
 
 
-def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
+def write_tokenizer(fields: Fields, folder: Path) -> Vocabulary:
     """Write the tokenizer's files into ``folder``, the chat template with them.
 
-    Raises :class:`ConvertError`.
+    Returns what was read of the tokens. Raises :class:`ConvertError`.
     """
     words = read_vocabulary(fields)
     build_tokenizer(fields, words).save(str(folder / "tokenizer.json"), pretty=False)
@@ -52,14 +52,16 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     config["model_max_length"] = get(fields, f"{arch}.context_length")
     config["clean_up_tokenization_spaces"] = False
     write_json(folder / "tokenizer_config.json", config)
-    if len(ends := ends_of_answer(words)) > 1:  # one alone is in config.json
+    ends = ends_of_answer(words)
+    if ends and ends != [words.roles.get("eos")]:  # that one alone is in config.json
         write_json(folder / "generation_config.json", {"eos_token_id": ends})
     template = get(fields, "tokenizer.chat_template", None)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return words
 
 
-def read_vocabulary(fields: dict[str, Any]) -> Vocabulary:
+def read_vocabulary(fields: Fields) -> Vocabulary:
     """The tokens and their roles, with llama.cpp's defaults for what the file does not say."""
     kind = get(fields, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -70,9 +72,9 @@ def read_vocabulary(fields: dict[str, Any]) -> Vocabulary:
     pre = get(fields, "tokenizer.ggml.pre", None) if kind == "gpt2" else None
     # An empty token cannot be looked up, and two of them would be one.
     tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(get(fields, "tokenizer.ggml.tokens"))]
-    types = get(fields, "tokenizer.ggml.token_type", [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise ConvertError(f"the GGUF has {len(tokens)} tokens, but the types of {len(types)}")
+    types = [NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in fields:
+        types = per_token(fields, "tokenizer.ggml.token_type", len(tokens))
     types = [CONTROL if t in ENDS_OF_TURN else k for t, k in zip(tokens, types, strict=True)]
     return Vocabulary(
         kind,
@@ -85,7 +87,15 @@ def read_vocabulary(fields: dict[str, Any]) -> Vocabulary:
     )
 
 
-def read_roles(fields: dict[str, Any], kind: str, num_tokens: int) -> dict[str, int]:
+def per_token(fields: Fields, name: str, size: int) -> list[Any]:
+    """A field with one value for each token."""
+    values: list[Any] = get(fields, name)
+    if len(values) != size:
+        raise ConvertError(f"the metadata field {name} has {len(values)} values for {size} tokens")
+    return values
+
+
+def read_roles(fields: Fields, kind: str, num_tokens: int) -> dict[str, int]:
     """The ids of the tokens that have a role."""
     roles = {"unknown": 0, "bos": 1, "eos": 2} if kind == "llama" else {}
     for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
@@ -98,7 +108,7 @@ def read_roles(fields: dict[str, Any], kind: str, num_tokens: int) -> dict[str, 
     return roles
 
 
-def build_tokenizer(fields: dict[str, Any], words: Vocabulary) -> Tokenizer:
+def build_tokenizer(fields: Fields, words: Vocabulary) -> Tokenizer:
     """The tokenizer of the vocabulary; raises :class:`ConvertError`."""
     vocab = {token: i for i, token in enumerate(words.tokens)}
     if len(vocab) != len(words.tokens):
@@ -106,7 +116,7 @@ def build_tokenizer(fields: dict[str, Any], words: Vocabulary) -> Tokenizer:
     if words.kind == "gpt2":
         tokenizer = byte_level(get(fields, "tokenizer.ggml.merges"), rule(words.pre), vocab)
     else:
-        scores = get(fields, "tokenizer.ggml.scores")
+        scores = per_token(fields, "tokenizer.ggml.scores", len(vocab))
         prefix = get(fields, "tokenizer.ggml.add_space_prefix", True)
         tokenizer = sentence_pieces(scores, words.types, vocab, prefix)
     tokenizer.add_tokens(
@@ -150,8 +160,6 @@ def sentence_pieces(
     """
     if lacking := [token for b in range(256) if (token := f"<0x{b:02X}>") not in vocab]:
         raise ConvertError(f"the vocabulary lacks {len(lacking)} bytes, the first is {lacking[0]}")
-    if len(scores) != len(vocab):
-        raise ConvertError(f"the GGUF has {len(vocab)} tokens, but the scores of {len(scores)}")
     merges = pairs_by_score(vocab, scores, types)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
     # Every text between two special tokens begins with the space, so that words are the same there.

@@ -26,13 +26,15 @@ class RopeScaling:
     """How the frequencies of the rotary embedding are lowered, to reach further than the model was
     first trained to: all are divided by ``factor`` ("linear"), or, as Llama 3.1 does it ("llama3"),
     only those whose wave is long: one that fits into ``original_length`` less than ``low`` times is
-    divided, more than ``high`` times is kept, and between these is something between.
+    divided, more than ``high`` times is kept, and between these is something between. A model that
+    was converted from GGUF has the outcome of that ("factors"): a divisor for each frequency.
     """
 
     factor: float
     low: float = 0.0
     high: float = 0.0
-    original_length: int = 0  # 0: linear
+    original_length: int = 0  # 0: linear, or factors
+    factors: tuple[float, ...] = ()  # head_dim / 2 of them
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ FAMILIES = {
         tied_head=True,
     ),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "factors")
 SUPPORTED = (
     ", ".join(f"{name} ({family.models})" for name, family in FAMILIES.items())
     + f", with SiLU, rope of type {', '.join(ROPE_TYPES)}, and weights that are not quantised"
@@ -166,7 +168,7 @@ def parse_config(raw: Raw) -> ModelConfig:
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=_number(rope, "rope_theta", _number(raw, "rope_theta", family.rope_theta)),
         tied_head=bool(raw.get("tie_word_embeddings", family.tied_head)),
-        rope_scaling=_rope_scaling(raw, rope, kind),
+        rope_scaling=_rope_scaling(raw, rope, kind, head_dim),
         unrotated_layers=unrotated,
         window=window,
         window_layers=window_layers,
@@ -202,9 +204,15 @@ def _refuse_unknown(raw: Raw, architecture: str, rope: Raw, kind: str) -> None:
         raise ModelError(f"not supported: {'; '.join(refused)}; supported: {SUPPORTED}")
 
 
-def _rope_scaling(raw: Raw, rope: Raw, kind: str) -> RopeScaling | None:
+def _rope_scaling(raw: Raw, rope: Raw, kind: str, head_dim: int) -> RopeScaling | None:
     if kind == "default":
         return None
+    if kind == "factors":
+        values = rope.get("factors")
+        if not isinstance(values, list) or len(values) != head_dim // 2:
+            raise ModelError(f"rope: factors must be a list of {head_dim // 2} numbers")
+        named = {f"rope factor {i}": value for i, value in enumerate(values)}
+        return RopeScaling(1.0, factors=tuple(_number(named, name) for name in named))
     factor = _number(rope, "factor")
     if kind == "linear":
         return RopeScaling(factor)

@@ -20,6 +20,8 @@ def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return plain
+    if scaling.factors:
+        return plain / torch.tensor(scaling.factors, dtype=torch.float32, device=device)
     if not scaling.original_length:
         return plain / scaling.factor
     # How often a wave fits into the length of the first training decides how far it is stretched.

@@ -3,6 +3,7 @@
 Tests run this file with ``runpy``, since the test folders are no packages.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def alphabet() -> list[str]:
 
 
 TOKENS = [*SPECIAL, *alphabet(), *(m.replace(" ", "") for m in MERGES)]
+VOCABULARY: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)),
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": TEMPLATE,
+}
 
 
 def permute(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -66,7 +78,6 @@ def write(
 
     Tensors named in ``quantized`` become Q8_0.
     """
-    writer = gguf.GGUFWriter(path, "llama")
     fields: dict[str, Any] = {
         "llama.block_count": LAYERS,
         "llama.context_length": 512,
@@ -77,21 +88,9 @@ def write(
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.freq_base": 10000.0,
         "llama.rope.dimension_count": HEAD_DIM,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)),
-        "tokenizer.ggml.merges": MERGES,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": TEMPLATE,
+        **VOCABULARY,
     }
-    for name, value in (fields | (change or {})).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-        add |= {str: writer.add_string, list: writer.add_array}
-        if value is not None:
-            add[type(value)](name, value)
+    tensors: dict[str, Any] = {}
     for name, value in weights.items():
         if name.endswith("attn_q.weight"):
             value = permute(value, HEADS)
@@ -99,9 +98,25 @@ def write(
             value = permute(value, KV_HEADS)
         if name in quantized:
             kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
+            tensors[name] = (gguf.quantize(value, kind), kind)
         else:
-            writer.add_tensor(name, value)
+            tensors[name] = value
+    write_file(path, "llama", fields | (change or {}), tensors)
+
+
+def write_file(
+    path: Path, arch: str, fields: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> None:
+    """Write one GGUF: the fields that are not None, and arrays or pairs of bytes and their type."""
+    writer = gguf.GGUFWriter(path, arch)
+    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32}
+    add |= {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    for name, value in fields.items():
+        if value is not None:
+            add[type(value)](name, value)
+    for name, value in tensors.items():
+        data, kind = value if isinstance(value, tuple) else (value, None)
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

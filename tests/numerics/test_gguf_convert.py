@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from router.tokenizer import Tokenizer
 from services.fetch import DEFAULT_MODEL, fetch
-from services.gguf_convert import ConvertError, convert, hf_name
+from services.gguf_config import hf_name
+from services.gguf_convert import ConvertError, convert
 from tests.support.reference import default_model_judge
 
 TINY: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "data" / "tiny_gguf.py"))
@@ -99,15 +100,16 @@ def test_bos_is_added_when_the_gguf_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"general.architecture": "qwen2"}, "architecture 'qwen2'"),
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3'.*llama, mistral3, qwen2"),
+        ({"general.type": "adapter"}, "no model, but one's 'adapter'"),
         ({"tokenizer.ggml.pre": "kimi-k2"}, "pre-tokenizer 'kimi-k2'"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer model 't5'"),
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama.rope.dimension_count": 8}, "rope over 8 of 16"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.feed_forward_length": None}, "lacks the metadata field llama.feed_forward_length"),
-        ({"llama.block_count": 3}, r"lacks tensors for model\.layers\.2\."),
-        ({"llama.block_count": 1}, r"beyond its layers: model\.layers\.1\."),
+        ({"llama.block_count": 3}, r"lacks the tensors blk\.2\.attn_q\.weight, "),
+        ({"llama.block_count": 1}, r"beyond its layers or kind: blk\.1\."),
         ({"tokenizer.ggml.merges": ["q qq"]}, "merges do not fit"),
     ],
 )
@@ -118,10 +120,11 @@ def test_what_is_not_supported_is_named(
         converted(tmp_path, TINY["random_weights"](seed=5), change=change)
 
 
-def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["blk.0.attn_qkv.weight", "rope_factors_long.weight", "v.x"])
+def test_unknown_tensors_are_refused(tmp_path: Path, name: str) -> None:
     weights = TINY["random_weights"](seed=6)
-    weights["blk.0.attn_q.bias"] = np.zeros(64, dtype=np.float32)
-    with pytest.raises(ConvertError, match=r"tensor 'blk\.0\.attn_q\.bias'"):
+    weights[name] = np.zeros(64, dtype=np.float32)
+    with pytest.raises(ConvertError, match=f"beyond what is supported: {name}"):
         converted(tmp_path, weights)
 
 
