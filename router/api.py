@@ -196,26 +196,23 @@ class Front:
         salt = b""
         if request.cache_salt is not None:
             salt = blake2b(request.cache_salt.encode(), digest_size=16).digest()
+        include_stop = bool(request.include_stop_str_in_output)
         choices = []
         for index in range(len(prompts) * n):
             sampling = openai_api.sampling(request, seed, index % n, self.tokenizer.eos_ids)
             detokenizer = Detokenizer(
                 self.tokenizer,
                 request.stop_strings,
-                bool(request.include_stop_str_in_output),
+                include_stop,
                 request.skip_special_tokens is not False,
                 request.min_tokens or 0,
+                follows_text=not isinstance(request, ChatRequest),
+            )
+            generation = GenRequest(
+                tuple(prompts[index // n]), sampling, request.limit, salt, request_id
             )
             choices.append(
-                Choice(
-                    index,
-                    GenRequest(
-                        tuple(prompts[index // n]), sampling, request.limit, salt, request_id
-                    ),
-                    detokenizer,
-                    bool(request.include_stop_str_in_output),
-                    eos_ids=self.tokenizer.eos_ids,
-                )
+                Choice(index, generation, detokenizer, include_stop, eos_ids=self.tokenizer.eos_ids)
             )
         return choices
 
@@ -239,7 +236,7 @@ class Front:
                 "count": len(ids),
                 "max_model_len": self.dispatcher.max_context(),
                 "tokens": ids,
-                "token_strs": [decode([i], False) for i in ids] if strings else None,
+                "token_strs": [decode([i], False, True) for i in ids] if strings else None,
             }
         )
 

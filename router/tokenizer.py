@@ -1,14 +1,15 @@
 """Text to ids and back: encoding, the chat template, streaming text with stop strings.
 
 Reads the tokenizer, template and configuration files of a model folder; knows no weights, no engine
-and no HTTP. Only byte-level tokenizers are taken (GPT-2's way, as Llama 3, Qwen and SmolLM have
-it): their every token is a fixed string of bytes, so text can be streamed without decoding the
-answer again and again.
+and no HTTP. Two kinds of tokenizers are taken: byte-level ones (GPT-2's way, as Llama 3, Qwen and
+SmolLM have it), and SentencePiece's with byte fallback (Llama 2, Mistral 7B). In both every token
+is a fixed string of bytes, so text can be streamed without decoding the answer again and again.
 """
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,45 @@ def byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = byte_alphabet()
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of one byte
+SPACE = "▁"  # U+2581, SentencePiece's space
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a token of a byte-level tokenizer is."""
+    try:
+        return bytes(BYTE_OF[c] for c in token)
+    except KeyError:  # an added token whose text is not in the alphabet stands for itself
+        return token.encode()
+
+
+def piece_bytes(token: str) -> bytes:
+    """The bytes that a token of SentencePiece is."""
+    if match := BYTE_PIECE.fullmatch(token):
+        return bytes.fromhex(match[1])
+    return token.replace(SPACE, " ").encode()
+
+
+def read_decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How a token becomes bytes, and whether a text loses the space that encoding put before it.
+
+    Raises :class:`TokenizerError` for a decoder that does anything else to tokens.
+    """
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return byte_level_bytes, False
+    if (
+        kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
+        and (steps[0]["pattern"], steps[0]["content"]) == ({"String": SPACE}, " ")
+        and all((s["content"], s["start"], s["stop"]) == (" ", 1, 0) for s in steps[3:])
+    ):
+        return piece_bytes, len(steps) == 4
+    raise TokenizerError(
+        f"decoder {', '.join(map(str, kinds))} is not supported; supported: ByteLevel, and "
+        "SentencePiece's Replace, ByteFallback, Fuse and Strip"
+    )
 
 
 class Tokenizer:
@@ -48,9 +88,7 @@ class Tokenizer:
         template: ChatTemplate | None = None,
     ) -> None:
         """``vocab_size``: rows of the model's embedding, which may be more than tokens."""
-        if not isinstance(backend.decoder, decoders.ByteLevel):
-            kind = type(backend.decoder).__name__
-            raise TokenizerError(f"only byte-level tokenizers are supported, not decoder {kind}")
+        self._as_bytes, self.strips_space = read_decoder(backend)
         self._backend = backend
         self._template = template
         self._bytes: dict[int, bytes] = {}  # token_bytes, as far as asked for
@@ -92,9 +130,17 @@ class Tokenizer:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    def decode(
+        self, ids: Iterable[int], skip_special_tokens: bool = True, follows_text: bool = False
+    ) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD.
+
+        ``follows_text``: keep the space at the beginning that a text of its own would not have.
+        """
+        data = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
+        if self.strips_space and not follows_text:
+            data = data.removeprefix(b" ")
+        return data.decode(errors="replace")
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """What one id adds to the answer's UTF-8; nothing for an id without a token."""
@@ -102,11 +148,7 @@ class Tokenizer:
             return b""
         known = self._bytes.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id) or ""
-            try:
-                known = bytes(BYTE_OF[c] for c in token)
-            except KeyError:  # an added token whose text is not in the alphabet stands for itself
-                known = token.encode()
+            known = self._as_bytes(self._backend.id_to_token(token_id) or "")
             self._bytes[token_id] = known
         return known
 
@@ -210,10 +252,12 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        follows_text: bool = False,
     ) -> None:
         """``include_stop``: the text ends after the stop string, else before it.
 
         ``min_tokens``: the text of the first so many ids is not searched for stop strings.
+        ``follows_text``: as in :meth:`Tokenizer.decode`.
         """
         if "" in stop:
             raise ValueError("a stop string must not be empty")
@@ -224,6 +268,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
+        self._strip = tokenizer.strips_space and not follows_text  # no text has come yet
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # complete characters, not yet returned: the beginning of some stop string
 
@@ -235,6 +280,8 @@ class Detokenizer:
                 break
             self.num_tokens += 1
             data = self._tokenizer.token_bytes(token_id, self._skip_special_tokens)
+            if self._strip and data:
+                data, self._strip = data.removeprefix(b" "), False
             texts.append(self._release(self._utf8.decode(data)))
         return "".join(texts)
 

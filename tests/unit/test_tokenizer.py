@@ -2,6 +2,7 @@
 
 import json
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,18 @@ from hypothesis import given, strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from router.chat_template import ChatTemplate
-from router.tokenizer import BYTE_OF, ByteTokenizer, TemplateError, Tokenizer, TokenizerError
+from router.tokenizer import (
+    BYTE_OF,
+    ByteTokenizer,
+    Detokenizer,
+    TemplateError,
+    Tokenizer,
+    TokenizerError,
+)
 
 TOKENIZER = ByteTokenizer()
 HELLO = [{"role": "user", "content": "Hello"}]
+PIECE_STEPS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
 def render(source: str, messages: list[dict[str, object]] = HELLO, **kwargs: object) -> str:
@@ -50,9 +59,11 @@ def test_text_round_trips(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 256)), st.booleans())
-def test_token_bytes_are_what_decode_joins(ids: list[int], skip: bool) -> None:
+def test_text_is_what_the_library_decodes(ids: list[int], skip: bool) -> None:
+    expected = TOKENIZER._backend.decode(ids, skip_special_tokens=skip)
+    assert TOKENIZER.decode(ids, skip_special_tokens=skip) == expected
     joined = b"".join(TOKENIZER.token_bytes(i, skip) for i in ids)
-    assert joined.decode(errors="replace") == TOKENIZER.decode(ids, skip_special_tokens=skip)
+    assert joined.decode(errors="replace") == expected
 
 
 def test_special_tokens_in_text_are_special() -> None:
@@ -82,6 +93,104 @@ def test_added_tokens_outside_the_byte_alphabet_stand_for_themselves() -> None:
     assert tokenizer.token_bytes(256, skip_special_tokens=False).decode() == "<｜end▁of▁sentence｜>"
     assert tokenizer.token_bytes(257) == b""
     assert tokenizer.decode([256, 257], skip_special_tokens=False) == "<｜end▁of▁sentence｜>"
+
+
+# --- SentencePiece --------------------------------------------------------------------------------
+
+WORDS = ["<s>", "▁", "▁Paris", "▁is", "▁▁", "a", "<x>▁y"]
+
+
+def pieces(prefix: bool = True) -> Tokenizer:
+    """256 bytes, then WORDS, of which the first is special; as Llama 2 and Mistral 7B have it."""
+    tokens = [f"<0x{b:02X}>" for b in range(256)] + WORDS
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([*PIECE_STEPS, *strip])
+    backend.add_tokens([AddedToken("<s>", special=True, normalized=False)])
+    backend.add_tokens([AddedToken("<x>▁y", special=False, normalized=False)])
+    return Tokenizer(backend)
+
+
+def piece_ids(*tokens: str) -> list[int]:
+    """Ids of words, and of bytes as single characters up to U+00FF."""
+    return [256 + WORDS.index(t) if t in WORDS else ord(t) for t in tokens]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["▁Paris", "▁is"], "Paris is"),
+        (["▁▁", "▁Paris"], "  Paris"),  # one space is lost, not all
+        (["<s>", "▁Paris"], "Paris"),
+        ([" ", "a"], "a"),  # a space that is a byte
+        (["▁"], ""),
+        (["\xe6", "\xbc", "\xa2", "▁is"], "漢 is"),
+        (["a", "▁"], "a "),
+        (["<x>▁y"], "<x> y"),
+    ],
+)
+def test_pieces_join_to_text(tokens: list[str], text: str) -> None:
+    ids = piece_ids(*tokens)
+    assert pieces().decode(ids) == text
+    assert pieces()._backend.decode(ids) == text
+    assert pieces(prefix=False).decode(ids) == pieces().decode(ids, follows_text=True)
+    assert pieces(prefix=False).decode(ids) == pieces(prefix=False)._backend.decode(ids)
+
+
+def test_special_pieces_are_shown_when_asked_for() -> None:
+    ids = piece_ids("<s>", "▁Paris")
+    assert pieces().decode(ids, skip_special_tokens=False) == "<s> Paris"
+
+
+def test_broken_bytes_do_not_spoil_their_neighbours() -> None:
+    """The library turns the whole run of byte tokens into U+FFFD, which no stream could."""
+    ids = piece_ids("\xe6", "\xbc", "\xa2", "\xff", "\xe6", "a")
+    assert pieces().decode(ids) == "漢\ufffd\ufffda"
+
+
+def is_utf8(ids: list[int]) -> bool:
+    """Whether every run of byte tokens is whole characters."""
+    data = bytes(i if i < 256 else 0 for i in ids)
+    return data.decode(errors="replace").encode() == data
+
+
+@given(
+    st.lists(
+        st.sampled_from(piece_ids(*WORDS)).map(lambda i: [i])
+        | st.characters(exclude_categories=["Cs"]).map(lambda c: list(c.encode())),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_pieces_are_what_the_library_decodes(parts: list[list[int]], skip: bool) -> None:
+    ids = [i for part in parts for i in part]
+    assert is_utf8(ids)
+    expected = pieces()._backend.decode(ids, skip_special_tokens=skip)
+    assert pieces().decode(ids, skip_special_tokens=skip) == expected
+
+
+@given(
+    ids=st.lists(st.integers(0, 255 + len(WORDS)), max_size=20),
+    cuts=st.lists(st.integers(0, 20), max_size=4),
+    skip=st.booleans(),
+    follows=st.booleans(),
+)
+def test_streamed_pieces_are_the_text(
+    ids: list[int], cuts: list[int], skip: bool, follows: bool
+) -> None:
+    tokenizer = pieces()
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, follows_text=follows)
+    borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    text = "".join(detokenizer.push(ids[a:b]) for a, b in pairwise(borders))
+    assert text + detokenizer.finish() == tokenizer.decode(ids, skip, follows)
+
+
+def test_a_stop_string_is_compared_with_the_text_that_is_sent() -> None:
+    detokenizer = Detokenizer(pieces(), [" Paris"])
+    assert detokenizer.push(piece_ids("▁Paris", "a", "▁Paris", "a")) == "Parisa"
+    detokenizer = Detokenizer(pieces(), [" Paris"], follows_text=True)
+    assert detokenizer.push(piece_ids("▁Paris", "a")) == ""
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -128,11 +237,35 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_a_tokenizer_without_byte_level_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "named"),
+    [
+        (decoders.Metaspace(), "decoder Metaspace is not supported; supported: ByteLevel"),
+        (None, "decoder None"),
+        (
+            decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+            "ByteFallback, Fuse is not",
+        ),
+        (
+            decoders.Sequence(
+                [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse()]
+            ),
+            "Replace, ByteFallback, Fuse is not",
+        ),
+        (
+            decoders.Sequence([*PIECE_STEPS, decoders.Strip(" ", 2, 0)]),
+            "Fuse, Strip is not",
+        ),
+    ],
+)
+def test_tokens_that_are_not_bytes_are_refused(
+    tmp_path: Path, decoder: decoders.Decoder | None, named: str
+) -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
-    backend.decoder = decoders.Metaspace()
+    if decoder is not None:
+        backend.decoder = decoder
     backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="only byte-level tokenizers .* Metaspace"):
+    with pytest.raises(TokenizerError, match=named):
         Tokenizer.load(tmp_path)
 
 
