@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	clean
+	bench-engine bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -51,6 +51,12 @@ bench-batching: dev  ## decode rate of 16 streams over HTTP against the engine's
 
 bench-handoff: dev  ## what tickets, seals and leases add to the bare NIXL read
 	$(BIN)/python -m tests.bench_handoff $(ARGS)
+
+bench-engine: dev  ## the engine against the machine's ceilings and transformers: docs/performance.md
+	$(BIN)/python -m tests.bench_engine $(ARGS)
+
+bench-peers: dev  ## the same with llama.cpp (built from source, once) and any server by --url NAME=URL
+	$(BIN)/python -m tests.bench_peers $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

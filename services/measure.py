@@ -26,7 +26,7 @@ from services.engine.config import EngineConfig
 from services.engine.engine import Runner
 from services.engine.scheduler import Plan, Row
 from services.engine.sequence import SamplingParams
-from services.fetch import cache_dir, locked
+from services.model_cache import cache_dir, locked
 
 log = logging.getLogger(__name__)
 
