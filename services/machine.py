@@ -4,7 +4,6 @@ Needs no torch: the command line calls it before any heavy process starts.
 """
 
 import importlib.util
-import json
 import os
 import platform
 import runpy
@@ -14,6 +13,8 @@ import sys
 from pathlib import Path
 
 from services.config import AppConfig, ConfigError
+from services.engine.model_config import ModelError, read_config
+from services.fetch import public_name
 from services.resolve import Machine, ModelFacts
 
 CGROUP_LIMITS = (
@@ -59,21 +60,18 @@ def processor_name() -> str:
 
 
 def model_facts(folder: Path, name: str) -> ModelFacts:
-    """The shape of the model in ``folder``; ``name`` is its alias, folder or file."""
-    raw = json.loads((folder / "config.json").read_text())
+    """The shape of the model in ``folder``; ``name`` is what the user calls it."""
     try:
-        heads = int(raw["num_attention_heads"])
-        return ModelFacts(
-            name=Path(name).expanduser().resolve().name if os.sep in name else name,
-            max_model_len=int(raw["max_position_embeddings"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-        )
-    except KeyError as error:
-        raise ConfigError(
-            f"model {name}: its config.json has no {error}; only models of the Llama family work"
-        ) from error
+        shape = read_config(folder)
+    except ModelError as error:
+        raise ConfigError(f"model {name}: {error}") from error
+    return ModelFacts(
+        name=public_name(name),
+        max_model_len=shape.max_model_len,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
 
 
 def read_secret(config: AppConfig) -> bytes:

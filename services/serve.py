@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.config import AppConfig, ConfigError
-from services.fetch import fetch
+from services.fetch import fetch, pinned
 from services.machine import model_facts, read_secret, this_machine
 from services.resolve import resolve
 from services.supervisor import supervise
@@ -60,6 +60,10 @@ class Phases:
         """A line."""
         print(text, file=self._out)
 
+    def detail(self, text: str) -> None:
+        """A line on how a step goes."""
+        self.say(f"  {text}")
+
     def fail(self, error: str) -> int:
         """What went wrong, and the exit status for it."""
         print(f"baton: error: {error}", file=self._err)
@@ -79,7 +83,8 @@ def run_serve(config: AppConfig) -> int:
     check_port(config.host, config.port)
     phases = Phases()
     phases.say(f"baton: serving {config.model} on {url(config)}")
-    folder = fetch(config.model, report=lambda text: phases.say(f"  {text}"))
+    config = replace(config, model=pinned(config.model, report=phases.detail))
+    folder = fetch(config.model, report=phases.detail)
     phases.done("fetch", str(folder))
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
     secret = read_secret(config)

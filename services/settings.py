@@ -7,7 +7,7 @@ from pathlib import Path
 from router.config import RouterSettings
 from services.config import AppConfig, WorkerConfig
 from services.engine.config import EngineConfig
-from services.fetch import weights_id
+from services.model_folder import weights_id
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.fetch import (
-    ALIASES,
-    DEFAULT_MODEL,
-    FetchError,
-    cache_dir,
-    fetch,
-    fetch_gguf,
-    file_sha256,
-    weights_id,
-)
+from services.fetch import ALIASES, DEFAULT_MODEL, fetch, fetch_gguf
+from services.model_cache import FetchError, cache_dir, file_sha256
+from services.model_folder import weights_id
 
 TINY: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "data" / "tiny_gguf.py"))
 SOURCE = ALIASES[DEFAULT_MODEL]
@@ -153,9 +146,9 @@ def test_leftovers_of_a_killed_process_are_not_used(tiny: Path, cache: Path) -> 
 
 def test_a_refused_gguf_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "other.gguf"
-    change = {"tokenizer.ggml.pre": "qwen2"}
+    change = {"tokenizer.ggml.pre": "kimi-k2"}
     TINY["write"](path, TINY["random_weights"](seed=1), change=change)
-    with pytest.raises(FetchError, match=r"cannot convert .*other\.gguf: pre-tokenizer 'qwen2'"):
+    with pytest.raises(FetchError, match=r"cannot convert .*other\.gguf: pre-tokenizer 'kimi-k2'"):
         fetch(str(path), cache, silent)
     assert names(cache / "models") == []
 
@@ -256,15 +249,18 @@ def test_incomplete_folders_are_named(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(FetchError, match="not a safetensors file"):
         fetch(str(folder), cache, silent)
     path.write_bytes(whole)
+    path.rename(folder / "model-00002-of-00002.safetensors")
     index = {"weight_map": {"w": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FetchError, match=r"model-00001-of-00002\.safetensors is missing"):
         fetch(str(folder), cache, silent)
 
 
-@pytest.mark.parametrize("model", ["llama-9", "missing.gguf", "a/b"])
+@pytest.mark.parametrize("model", ["llama-9", "missing.gguf", "./a/b", "a/b.gguf"])
 def test_unknown_names_list_what_is_possible(cache: Path, model: str) -> None:
-    with pytest.raises(FetchError, match=rf"unknown model '{model}'.*{DEFAULT_MODEL}.*\.gguf file"):
+    with pytest.raises(
+        FetchError, match=rf"unknown model '{model}'.*{DEFAULT_MODEL}.*\.gguf file.*org/name"
+    ):
         fetch(model, cache, silent)
     with pytest.raises(FetchError, match=DEFAULT_MODEL):
         fetch_gguf(model, cache, silent)

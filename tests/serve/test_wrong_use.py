@@ -24,7 +24,8 @@ import uvicorn
 from router.api import create_api
 from router.config import RouterConfig, RouterSettings
 from router.wire import WorkerCard
-from services.fetch import ALIASES, DEFAULT_MODEL, fetch, file_sha256
+from services.fetch import ALIASES, DEFAULT_MODEL, fetch
+from services.model_cache import file_sha256
 from tests.support.local_server import LocalServer, local_server
 from tests.support.serving import BATON, Client, free_port, until
 
