@@ -39,7 +39,7 @@ VOCABULARY: dict[str, Any] = {
 
 def permute(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """llama.cpp's row order of q and k: the two dimensions of a rope pair side by side."""
-    halves = rows.reshape(heads, 2, -1, rows.shape[1])
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
