@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from router.chat_template import ChatTemplate, Message, TemplateError
 
@@ -107,16 +107,24 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for what it cannot read
             raise TokenizerError(f"cannot read {path}: {error}") from error
-        model, generation = (
-            read_json(folder / f"{n}.json") for n in ("config", "generation_config")
+        model, generation, settings = (
+            read_json(folder / f"{n}.json")
+            for n in ("config", "generation_config", "tokenizer_config")
         )
-        eos = generation.get("eos_token_id", model.get("eos_token_id"))
+        special = special_tokens(settings)
+        put_around(backend, settings, special)
+        eos = generation.get("eos_token_id")
+        eos = model.get("eos_token_id") if eos is None else eos
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(i) is int for i in eos_ids):
+            raise TokenizerError(f"{folder}: eos_token_id is {eos!r}, not ids")
+        if "eos_token" in special and (i := backend.token_to_id(special["eos_token"])) is not None:
+            eos_ids = [*eos_ids, i]  # a model tuned to another end often says so only here
         try:
-            template = load_template(folder)
+            template = load_template(folder, settings.get("chat_template"), special)
         except TemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
-        eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        return cls(backend, eos_ids, model.get("vocab_size"), template)
+        return cls(backend, tuple(dict.fromkeys(eos_ids)), model.get("vocab_size"), template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``. Special tokens written out in it are taken as such, as vLLM does.
@@ -197,21 +205,51 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_template(folder: Path) -> ChatTemplate | None:
-    """The chat template, from its own file or from tokenizer_config.json."""
-    config = read_json(folder / "tokenizer_config.json")
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is None:
-        return None
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens that tokenizer_config.json names, by role."""
     special = {}
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = config.get(role)
+        token = settings.get(role)
         token = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(token, str):
             special[role] = token
+    return special
+
+
+def put_around(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """Let ``add_bos_token`` and ``add_eos_token`` decide what encoding puts around a text.
+
+    Where tokenizer_config.json has one of them, ``transformers`` follows them and not the
+    ``tokenizer.json``, which some models wrote without.
+    """
+    if not any(isinstance(settings.get(f"add_{n}_token"), bool) for n in ("bos", "eos")):
+        return
+    template, used = ["$A"], {}
+    for name, at in (("bos_token", 0), ("eos_token", 2)):
+        token = special.get(name) if settings.get(f"add_{name}") is True else None
+        token_id = None if token is None else backend.token_to_id(token)
+        if token is not None and token_id is not None:
+            template.insert(at, token)
+            used[token] = token_id
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=list(used.items())
+    )
+
+
+def load_template(folder: Path, source: Any, special: Mapping[str, str]) -> ChatTemplate | None:
+    """The chat template, from a file of its own or as tokenizer_config.json has it."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        source = path.read_text(encoding="utf-8")
+    if isinstance(source, list):  # several, by name
+        named = [entry for entry in source if isinstance(entry, Mapping)]
+        source = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TemplateError("the chat template is neither a text nor a list of named ones")
     return ChatTemplate(source, special)
 
 

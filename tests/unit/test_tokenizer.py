@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from hypothesis import given, strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from router.chat_template import ChatTemplate
 from router.tokenizer import (
@@ -222,11 +222,73 @@ def test_generation_config_and_template_file_go_first(tmp_path: Path) -> None:
     assert tokenizer.render_chat(HELLO) == "new"
 
 
+@pytest.mark.parametrize(
+    ("generation", "model", "named", "expected"),
+    [
+        ({"eos_token_id": [256, 257]}, {"eos_token_id": 65}, {}, (256, 257)),
+        ({}, {"eos_token_id": [257, 256]}, {}, (257, 256)),
+        ({"eos_token_id": None}, {"eos_token_id": 257}, {}, (257,)),
+        ({}, {"eos_token_id": 65}, {"eos_token": "</s>"}, (65, 257)),
+        ({}, {}, {"eos_token": {"content": "</s>"}}, (257,)),
+        ({}, {}, {"eos_token": "<unheard of>"}, ()),
+        ({}, {}, {}, ()),
+    ],
+)
+def test_every_end_is_taken(
+    tmp_path: Path, generation: object, model: object, named: object, expected: tuple[int, ...]
+) -> None:
+    write_model(tmp_path, generation_config=generation, config=model, tokenizer_config=named)
+    assert Tokenizer.load(tmp_path).eos_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [256, 65]),  # as tokenizer.json has it
+        ({"add_bos_token": True}, [256, 65]),
+        ({"add_bos_token": False}, [65]),
+        ({"add_eos_token": True}, [65, 257]),
+        ({"add_bos_token": True, "add_eos_token": True}, [256, 65, 257]),
+        ({"add_bos_token": None}, [256, 65]),
+        ({"add_bos_token": True, "bos_token": None}, [65]),
+        ({"add_bos_token": True, "eos_token": "<s>", "add_eos_token": True}, [256, 65, 256]),
+    ],
+)
+def test_flags_decide_what_is_put_around(
+    tmp_path: Path, settings: dict[str, object], expected: list[int]
+) -> None:
+    write_model(tmp_path, tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"} | settings)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 256)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("A") == expected
+    assert tokenizer.encode("A", add_special_tokens=False) == [65]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
+        ("s", "s"),
+    ],
+)
+def test_the_default_template_is_taken(tmp_path: Path, template: object, expected: str) -> None:
+    tokenizer = Tokenizer.load(write_model(tmp_path, tokenizer_config={"chat_template": template}))
+    assert tokenizer.render_chat(HELLO) == expected
+
+
 def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"cannot read .*tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    write_model(tmp_path, tokenizer_config={"chat_template": 5})
+    with pytest.raises(TokenizerError, match="neither a text nor a list"):
+        Tokenizer.load(tmp_path)
+    write_model(tmp_path, tokenizer_config={}, config={"eos_token_id": "</s>"})
+    with pytest.raises(TokenizerError, match="eos_token_id is '</s>', not ids"):
         Tokenizer.load(tmp_path)
     write_model(tmp_path, config=[1])
     with pytest.raises(TokenizerError, match="no JSON object"):
