@@ -56,6 +56,7 @@ PURE = [
     "services/engine/scheduler.py",
     "services/engine/engine.py",
     "services/engine/config.py",
+    "services/engine/model_config.py",
 ]
 """Decisions: the standard library only, and neither asyncio nor a clock of their own."""
 NOT_PURE = {"asyncio", "threading", "time", "random", "socket", "os"}

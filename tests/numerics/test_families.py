@@ -27,12 +27,13 @@ from kvtransfer.region import Region
 from router import wire
 from router.dispatch import Dispatcher
 from router.job import GenRequest
-from services.engine.attention import AttentionPlan
+from services.engine.attention import batch_order
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.engine.model_config import ModelConfig, ModelError, RopeScaling, read_config
 from services.engine.runner import ModelRunner
+from services.engine.scheduler import Plan
 from services.engine.sequence import Key, SamplingParams
 from services.engine.weights import read_weights
 from tests.guards.graph import running
@@ -83,18 +84,38 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 class RecordingModel(Model):
-    """Keeps the logits of every position that is computed, by sequence."""
+    """Keeps the logits of every token that is computed; ``plain``: without compiled layers."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], plain: bool = False
+    ) -> None:
         super().__init__(config, weights, torch.float32, CPU)
+        if plain:
+            self.cpu_layers = None
+        self.last = torch.empty(0)  # [num_tokens, vocab_size] of the last step
+
+    def forward(self, ids: Tensor, positions: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        hidden = super().forward(ids, positions, kv, plan)
+        self.last = self.logits(hidden)
+        return hidden
+
+
+class RecordingRunner(ModelRunner):
+    """Sorts them by sequence and position."""
+
+    model: RecordingModel
+
+    def __init__(self, model: RecordingModel, region: Region) -> None:
+        super().__init__(model, region, epoch=1)
         self.seen: dict[Key, dict[int, Tensor]] = {}
 
-    def forward(self, ids: Tensor, positions: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
-        hidden = super().forward(ids, positions, kv, plan)
-        logits = self.logits(hidden).split([len(row.ids) for row in plan.rows])
-        for row, computed in zip(plan.rows, logits, strict=True):
-            self.seen.setdefault(row.key, {}).update(enumerate(computed, row.start))
-        return hidden
+    def run(self, plan: Plan) -> list[int]:
+        tokens = super().run(plan)
+        rows = [plan.rows[i] for i in batch_order(plan.rows)]
+        parts = self.model.last.split([len(row.ids) for row in rows])
+        for row, logits in zip(rows, parts, strict=True):
+            self.seen.setdefault(row.key, {}).update(enumerate(logits, row.start))
+        return tokens
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -110,7 +131,8 @@ def worst(model: RecordingModel, right: Saved) -> float:
     shape = config.num_layers, config.num_kv_heads, config.head_dim
     region = Region(KVLayout("w", *shape, config.rope, BLOCK, "float32"), BLOCKS)
     limits = EngineConfig(BLOCKS, BLOCK, MAX_LEN, token_budget=CHUNK)
-    engine = Engine(limits, ModelRunner(model, region, epoch=1))
+    runner = RecordingRunner(model, region)
+    engine = Engine(limits, runner)
     first = prompt(100)
     rounds = [[first], [first[:83] + prompt(20)], [prompt(n, seed=1) for n in (1, 7, 40, 70)]]
     gap = 0.0
@@ -124,7 +146,7 @@ def worst(model: RecordingModel, right: Saved) -> float:
                 texts[output.key].append(output.token)
                 starts[output.key] = output.num_cached
         for key, ids in texts.items():
-            computed = model.seen.pop(key)
+            computed = runner.seen.pop(key)
             expected = right.logits(ids)
             assert sorted(computed) == list(range(starts[key], len(ids) - 1))
             gap = max(gap, *((computed[p] - expected[p]).abs().max().item() for p in computed))
@@ -132,10 +154,13 @@ def worst(model: RecordingModel, right: Saved) -> float:
     return gap
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["served", "plain"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_transformers(name: str, saved: Callable[[str], Saved]) -> None:
+def test_logits_are_those_of_transformers(
+    name: str, plain: bool, saved: Callable[[str], Saved]
+) -> None:
     right = saved(name)
-    model = RecordingModel(read_config(right.folder), read_weights(right.folder))
+    model = RecordingModel(read_config(right.folder), read_weights(right.folder), plain)
     assert worst(model, right) < TOLERANCE
 
 
@@ -266,11 +291,15 @@ PROMPT = prompt(100, seed=2)
 SEED = 11
 
 
-async def answer(dispatcher: Dispatcher, temperature: float) -> list[int]:
-    sampling = wire.Sampling(max_tokens=12, temperature=temperature, seed=SEED)
+async def answer(dispatcher: Dispatcher, temperature: float, *ends: int) -> list[int]:
+    """Of twelve tokens, or up to the first of ``ends``."""
+    sampling = wire.Sampling(12, temperature=temperature, seed=SEED, stop_ids=ends)
     tokens: list[int] = []
+    finish = ""
     async for chunk in dispatcher.generate(GenRequest(tuple(PROMPT), sampling, 12)):
         tokens += chunk.ids
+        finish = chunk.finish
+    assert finish == ("stop" if ends else "length")
     return tokens
 
 
@@ -278,6 +307,10 @@ async def answers(folder: Path, roles: list[str], weights_dtype: str) -> list[li
     """Greedy and sampled, by the whole graph; only prefill or mixed workers compute prompts."""
     async with running(folder, roles, weights_dtype) as (dispatcher, workers):
         result = [await answer(dispatcher, temperature) for temperature in (0.0, 0.8)]
+        sampled = result[1]
+        # Models of these families name several ids that end an answer.
+        shorter = await answer(dispatcher, 0.8, sampled[9], sampled[6])
+        assert shorter == sampled[: 1 + min(sampled.index(sampled[i]) for i in (6, 9))]
         for worker in workers:
             stats = worker.engine.scheduler.stats
             assert (stats.computed_prompt_tokens == 0) == (worker.settings.role == "decode")
