@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -45,7 +46,16 @@ def budget_key(settings: WorkerSettings) -> dict[str, str | int]:
         "dtype": config.dtype,
         "processor": torch.cuda.get_device_name() if on_cuda else processor_name(),
         "threads": config.threads,
+        "product": _version(),
     }
+
+
+def _version() -> str:
+    """Another version may have faster kernels."""
+    try:
+        return version("baton-serving")
+    except PackageNotFoundError:
+        return ""
 
 
 def first_layers(runner: ModelRunner, count: int) -> ModelRunner:

@@ -22,9 +22,8 @@ calm_openmp()  # as every worker does, before torch is imported
 import torch  # noqa: E402
 
 from services.fetch import DEFAULT_MODEL, fetch  # noqa: E402
-from services.model_folder import weights_id  # noqa: E402
 from tests.support import bench  # noqa: E402
-from tests.support.bench import Case, Contender, Results, Target, say, selected  # noqa: E402
+from tests.support.bench import Case, Cell, Contender, Results, Target, say, selected  # noqa: E402
 from tests.support.bench_contenders import (  # noqa: E402
     Baton,
     BatonContender,
@@ -94,19 +93,24 @@ def build(setup: Setup, only: Sequence[str], max_rows: int = MAX_ROWS) -> Bench:
     return Bench(setup, shape, Machine(shape, setup.threads), contenders, batons)
 
 
+def percent(results: Results, cell: Cell | None) -> float | None:
+    share = None if cell is None else cell.share(results.shape)
+    return None if share is None else 100 * share
+
+
 def targets(results: Results) -> list[Target]:
     """What must hold between Baton and the machine."""
     found = []
     for tokens in (512, 2048):
         cell = results.cell(FP32, Case(tokens))
-        share = None if cell is None else 100 * cell.share(results.shape)
-        found.append(Target(f"{Case(tokens)}, fp32, of GEMM", share, 80, unit=" %"))
+        found.append(
+            Target(f"{Case(tokens)}, fp32, of GEMM", percent(results, cell), 80, unit=" %")
+        )
     for context, limit in ((256, 70), (2000, 60)):
         for batch in (1, 8, 32):
             case = Case(context, batch)
             cell = results.cell(FP32, case)
-            share = None if cell is None else 100 * cell.share(results.shape)
-            found.append(Target(f"{case}, fp32, of roof", share, limit, unit=" %"))
+            found.append(Target(f"{case}, fp32, of roof", percent(results, cell), limit, unit=" %"))
     long, short = results.cell(FP32, Case(2000, 16)), results.cell(FP32, SHORT)
     times = None if long is None or short is None else long.seconds / short.seconds
     found.append(Target("decode 16 x 2,000 by 16 x 100", times, 1.6, True, " times"))
@@ -171,7 +175,7 @@ def prepare(args: argparse.Namespace) -> tuple[Setup, list[Case]]:
         raise SystemExit(f"no case is called that; there are {', '.join(map(str, cases()))}")
     max_batch = max(max(case.batch for case in chosen), 32 if not args.only else 1)
     max_tokens = max(case.tokens for case in chosen) + ROOM
-    return Setup(folder, weights_id(folder), args.threads, max_batch, max_tokens), chosen
+    return Setup(folder, args.threads, max_batch, max_tokens), chosen
 
 
 def conclude(args: argparse.Namespace, results: Results, goals: list[Target], mark: str) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from services.engine.linear import product
 from tests import bench_engine
 from tests.support import bench, bench_contenders
 from tests.support.bench import Case, Results
@@ -19,11 +20,10 @@ from tests.support.tiny_model import save_model
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bench_contenders, "STEPS_S", 0.0)
     monkeypatch.setattr(bench_contenders, "READ_BYTES", 1 << 16)
     save_model(tmp_path / "model")
-    return Setup(tmp_path / "model", "w", threads=1, max_batch=5, max_tokens=100)
+    return Setup(tmp_path / "model", threads=1, max_batch=5, max_tokens=100)
 
 
 def test_operations_are_those_that_torch_counts(setup: Setup) -> None:
@@ -43,6 +43,12 @@ def test_operations_are_those_that_torch_counts(setup: Setup) -> None:
     assert total == 3 * (prefill_flops(shape, 20) + unseen)
     total, _ = counted(torch.ones(3, 1, dtype=torch.long), cache)
     assert total == decode_flops(shape, 3, 20)
+
+
+def test_the_bytes_of_int8_are_those_of_its_matrices() -> None:
+    shape = Shape(1, 64, 4, 4, 16, 128, 256)  # nothing is padded
+    matrices = [product(torch.ones(o, i), int8=True) for i, o in [*shape.matrices, (64, 256)]]
+    assert shape.weight_bytes(int8=True) == sum(matrix.num_bytes for matrix in matrices)
 
 
 def test_it_runs(setup: Setup, tmp_path: Path) -> None:
@@ -70,7 +76,9 @@ def test_it_runs(setup: Setup, tmp_path: Path) -> None:
         assert all(timing.seconds > 0 for timing in cell.timings)
         if cell.case.batch:  # two steps before the five that count: 22 to 26 tokens of context
             assert all(timing.context == 24 for timing in cell.timings)
-        assert 0 < cell.share(parts.shape) < 1
+        share = cell.share(parts.shape)
+        assert share is not None
+        assert 0 < share < 1
     assert len(results.overheads_ms) == 6
     assert all(len(values) == 2 for values in results.overheads_ms.values())
     results.save(tmp_path / "results.json", {"command": "c"})

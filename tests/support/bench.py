@@ -46,7 +46,7 @@ class Contender(Protocol):
     """Something that computes cases."""
 
     name: str
-    int8: bool  # whether its weights are
+    weights: str  # "float32", "int8" with its scales, or "" for something else
 
     def can(self, case: Case) -> bool: ...
 
@@ -59,7 +59,7 @@ class Cell:
 
     contender: str
     case: Case
-    int8: bool
+    weights: str
     timings: list[Timing] = field(default_factory=list)
     ceilings: list[Ceilings] = field(default_factory=list)
 
@@ -78,11 +78,15 @@ class Cell:
         all_seconds = [timing.seconds for timing in self.timings]
         return (max(all_seconds) - min(all_seconds)) / 2 / self.seconds
 
-    def share(self, shape: Shape) -> float:
-        """The median of the rounds' shares: of the GEMM ceiling in prefill, else of the roof."""
+    def share(self, shape: Shape) -> float | None:
+        """The median of the rounds' shares: of the GEMM ceiling in prefill, else of the roof. None
+        where that is not known.
+        """
+        if self.case.batch and not self.weights:
+            return None
+        int8 = self.weights == "int8"
         return statistics.median(
-            decode_roof_s(shape, self.case.batch, timing.context, ceilings, self.int8)
-            / timing.seconds
+            decode_roof_s(shape, self.case.batch, timing.context, ceilings, int8) / timing.seconds
             if self.case.batch
             else prefill_share(shape, self.case.tokens, timing.seconds, ceilings)
             for timing, ceilings in zip(self.timings, self.ceilings, strict=True)
@@ -131,7 +135,7 @@ def run(
 ) -> None:
     """Fill ``results.cells``. ``extra`` is called at the end of each round."""
     able = {case: [c for c in contenders if c.can(case)] for case in cases}
-    cells = {(c.name, case): Cell(c.name, case, c.int8) for case in cases for c in able[case]}
+    cells = {(c.name, case): Cell(c.name, case, c.weights) for case in cases for c in able[case]}
     results.cells += cells.values()
     for number in range(rounds):
         for case in cases:
@@ -206,6 +210,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([text(lines[0]), f"| {' | '.join(rule)} |", *map(text, lines[1:])])
 
 
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
 def prefill_table(results: Results) -> str:
     rows = [
         [
@@ -213,7 +221,7 @@ def prefill_table(results: Results) -> str:
             f"{cell.case.tokens:,}",
             f"{cell.tokens_s:.0f}",
             f"{1000 * cell.seconds:.0f}",
-            f"{100 * cell.share(results.shape):.0f} %",
+            percent(cell.share(results.shape)),
             f"{100 * cell.spread:.0f} %",
         ]
         for cell in results.cells
@@ -230,7 +238,7 @@ def decode_table(results: Results) -> str:
             f"{cell.case.batch}",
             f"{cell.tokens_s:.1f}",
             f"{1000 * cell.seconds:.1f}",
-            f"{100 * cell.share(results.shape):.0f} %",
+            percent(cell.share(results.shape)),
             f"{100 * cell.spread:.0f} %",
         ]
         for cell in results.cells

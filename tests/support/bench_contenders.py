@@ -7,6 +7,7 @@ have left. How long attention takes does not depend on what is in them.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -22,12 +23,12 @@ from numba import njit, prange, set_num_threads
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.region import Region
-from services.budget import with_budgets
+from services.budget import first_layers
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.runner import ModelRunner
 from services.engine.sequence import Key, SamplingParams
-from services.settings import WorkerSettings
+from services.measure import clamped, tokens_in_time
 from services.worker import load_model
 from tests.support.bench import Case, Timing
 from tests.support.roofline import Ceilings, Shape
@@ -127,7 +128,6 @@ class Setup:
     """What one run's contenders have in common."""
 
     folder: Path
-    weights: str  # its id
     threads: int
     max_batch: int
     max_tokens: int  # of a sequence
@@ -144,7 +144,7 @@ class Baton:
     """
 
     def __init__(self, setup: Setup, weights_dtype: str, max_rows: int) -> None:
-        self.int8 = weights_dtype == "int8"
+        self.weights = weights_dtype
         self._ids: Iterator[int] = count(1)
         block = EngineConfig.block_size
         blocks = setup.max_batch * -(-setup.max_tokens // block) + 2
@@ -159,7 +159,7 @@ class Baton:
             device="cpu",
         )
         torch.set_num_threads(setup.threads)
-        self.model = load_model(str(setup.folder), "float32", "cpu", self.int8)
+        self.model = load_model(str(setup.folder), "float32", "cpu", weights_dtype == "int8")
         shape = self.model.config
         self.vocab = shape.vocab_size
         layout = KVLayout(
@@ -167,11 +167,10 @@ class Baton:
         )
         region = Region(layout, blocks)
         self.runner = ModelRunner(self.model, region, epoch=1)
-        unset = replace(config, token_budget=0)
-        settings = WorkerSettings(
-            "bench", "mixed", str(setup.folder), "", setup.weights, "", "memory", b"", 0, "", unset
-        )
-        self.default_budget = with_budgets(settings, self.runner).token_budget
+        # What a worker would take by itself; not from the cache, of which nobody knows the hour.
+        runner_of = functools.partial(first_layers, self.runner)
+        tokens = tokens_in_time(runner_of, shape.num_layers, config)
+        self.default_budget = clamped(tokens, config)
         noise = torch.randn_like(region.kv[:1])
         region.kv.copy_(noise.expand_as(region.kv))
         self.engine = Engine(config, self.runner)
@@ -262,8 +261,8 @@ class BatonContender:
     decodes: bool
 
     @property
-    def int8(self) -> bool:
-        return self.baton.int8
+    def weights(self) -> str:
+        return self.baton.weights
 
     def can(self, case: Case) -> bool:
         return self.decodes or not case.batch
@@ -283,7 +282,7 @@ class Transformers:
     """
 
     name = "transformers fp32"
-    int8 = False
+    weights = "float32"
 
     def __init__(self, setup: Setup) -> None:
         from transformers import AutoModelForCausalLM

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+INT8_GROUP = 64  # services.engine.linear.GROUP
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -56,9 +58,10 @@ class Shape:
         return sum(inputs * outputs for inputs, outputs in self.matrices)
 
     @property
-    def outputs(self) -> int:
-        """Rows of all matrices and of the head: int8 weights have a scale for each."""
-        return self.num_layers * sum(outputs for _, outputs in self.matrices) + self.vocab
+    def num_scales(self) -> int:
+        """Of int8 weights: one for each output and ``INT8_GROUP`` inputs, or what is left."""
+        layer = sum(-(-inputs // INT8_GROUP) * outputs for inputs, outputs in self.matrices)
+        return self.num_layers * layer + -(-self.hidden // INT8_GROUP) * self.vocab
 
     def attention_flops(self, pairs: int) -> int:
         """Of all layers; ``pairs`` of a query and a key that it sees."""
@@ -71,7 +74,7 @@ class Shape:
     def weight_bytes(self, int8: bool = False) -> int:
         """What each step reads of the matrices and the head: float32, or int8 and scales."""
         count = self.num_layers * self.layer_weights + self.hidden * self.vocab
-        return count + 4 * self.outputs if int8 else 4 * count
+        return count + 4 * self.num_scales if int8 else 4 * count
 
 
 def prefill_flops(shape: Shape, num_tokens: int) -> int:

@@ -38,7 +38,7 @@ def test_the_default_model() -> None:
     norms = 61 * 576
     assert 30 * SMOLLM.layer_weights + 576 * 49152 + norms == 134_515_008
     assert SMOLLM.weight_bytes() == 4 * (134_515_008 - norms)
-    scales = 30 * (960 + 576 + 3072 + 576) + 49152
+    scales = 9 * (30 * (960 + 576 + 3072) + 49152) + 24 * 30 * 576  # for 64 inputs each
     assert SMOLLM.weight_bytes(int8=True) == 134_515_008 - norms + 4 * scales
     assert SMOLLM.kv_bytes(16) == 16 * 30 * 2 * 3 * 64 * 4  # a block of the pool
 
@@ -74,7 +74,7 @@ def test_prompt_and_steps_are_the_same_work() -> None:
 def test_bytes_of_a_step() -> None:
     assert decode_bytes(SMOLLM, 1, 0) == SMOLLM.weight_bytes() + SMOLLM.kv_bytes(1)
     assert decode_bytes(SMOLLM, 32, 2000) - SMOLLM.weight_bytes() == SMOLLM.kv_bytes(32 * 2001)
-    assert decode_bytes(SMOLLM, 1, 9, int8=True) < decode_bytes(SMOLLM, 1, 9) / 3.5
+    assert decode_bytes(SMOLLM, 1, 9, int8=True) < decode_bytes(SMOLLM, 1, 9) / 3.7
 
 
 def test_the_roof_is_the_higher_one() -> None:
@@ -97,7 +97,7 @@ class Clocked:
     name: str
     seconds: list[float]
     log: list[str]
-    int8: bool = False
+    weights: str = "float32"
     decodes: bool = True
     taken: int = field(default=0)
 
@@ -181,7 +181,7 @@ def test_a_table_is_aligned_and_its_bars_are_text() -> None:
 
 def test_the_tables_have_a_row_for_each_cell() -> None:
     timings, ceilings = [Timing(0.5, 256.0)] * 2, [Ceilings(1e11, 1e10)] * 2
-    cells = [Cell("us", case, False, timings, ceilings) for case in (Case(512), Case(256, 8))]
+    cells = [Cell("us", case, "float32", timings, ceilings) for case in (Case(512), Case(256, 8))]
     results = Results(SMOLLM, cells)
     row = bench.prefill_table(results).splitlines()[2:]
     share = 100 * prefill_flops(SMOLLM, 512) / 0.5 / 1e11
@@ -193,6 +193,13 @@ def test_the_tables_have_a_row_for_each_cell() -> None:
     assert [cell.split() for cell in row] == [
         f"| us | 256 | 8 | 16.0 | 500.0 | {share:.0f} % | 0 % |".split()
     ]
+    needed = decode_bytes(SMOLLM, 8, 256, int8=True)
+    cells[1].weights = "int8"
+    assert cells[1].share(SMOLLM) == pytest.approx(
+        max(needed / 1e10, decode_flops(SMOLLM, 8, 256) / 1e11) / 0.5
+    )
+    cells[1].weights = ""
+    assert bench.decode_table(results).splitlines()[2].split()[-6:-4] == ["500.0", "|"]
 
 
 PAGE = "# A\n\n<!-- m -->\n\nold\n\n<!-- /m -->\n\nrest <!-- n -->\n"
