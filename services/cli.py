@@ -112,8 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         default=DEFAULT_MODEL,
-        help=f"{', '.join(ALIASES)}, a folder, a GGUF file, or a Hugging Face id: org/name[@revision],"
-        f" org/name:file.gguf[@revision] (default: {DEFAULT_MODEL})",
+        help=f"{', '.join(ALIASES)}, a folder, a GGUF file, or a Hugging Face id:"
+        f" org/name[@revision], org/name:file.gguf[@revision] (default: {DEFAULT_MODEL})",
     )
     return parser
 

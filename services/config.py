@@ -55,7 +55,7 @@ class WorkerConfig:
 class AppConfig:
     """A whole deployment."""
 
-    model: str = DEFAULT_MODEL  # alias, folder, GGUF file, or Hugging Face id: org/name[:file.gguf][@revision]
+    model: str = DEFAULT_MODEL  # alias, folder, GGUF file or hub id org/name[:file.gguf][@revision]
     served_model_name: str = ""  # name in the API; empty: the model's own
     host: str = "127.0.0.1"
     port: int = 8000

@@ -24,6 +24,8 @@ from pathlib import Path
 
 from services import hub
 from services.engine.model_config import ModelError, read_config
+from services.gguf_fields import ConvertError
+from services.gguf_parts import model_name, model_sha256
 from services.hub_id import HubModel, parse
 from services.model_cache import (
     FetchError,
@@ -31,15 +33,16 @@ from services.model_cache import (
     Report,
     cache_dir,
     check_sha256,
-    file_sha256,
     locked,
     print_now,
     work_folder,
 )
 from services.model_folder import check_converted, check_folder, write_manifest
 
-CONVERTER_VERSION = 1
-"""History: 1 first. Bump when services.gguf_convert writes other files for the same GGUF."""
+CONVERTER_VERSION = 2
+"""History: 1 first; 2 tokenizers and rope of five architectures.
+
+Bump when services.gguf_convert writes other files for the same GGUF."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def fetch(
             check_folder(path)
             return path.resolve()
         if path.is_file() and path.suffix == ".gguf":
-            return converted(path.stem, file_sha256(path), lambda: path, cache, report)
+            return converted(model_name(path), sha256_of(path), lambda: path, cache, report)
         if (wanted := hub_model(model)) is not None:
             return fetch_from_hub(hub.pin(wanted, cache, report), cache, report, weights)
     except OSError as error:
@@ -137,7 +140,7 @@ def fetch_from_hub(model: HubModel, cache: Path, report: Report, weights: bool) 
             raise FetchError(f"{model}: {error}") from error
         return hub.fetch_folder(model, cache, report) if weights else folder
     gguf = hub.find_gguf(model, cache, report)
-    return converted(Path(gguf.name).stem, gguf.sha256, gguf.get, cache, report)
+    return converted(gguf.name, gguf.sha256, gguf.get, cache, report)
 
 
 def fetch_gguf(alias: str, cache: Path | None = None, report: Report = print_now) -> Path:
@@ -155,6 +158,14 @@ def fetch_gguf(alias: str, cache: Path | None = None, report: Report = print_now
     except OSError as error:
         raise FetchError(f"cannot read or write {error.filename or path}: {error}") from error
     return path
+
+
+def sha256_of(path: Path) -> str:
+    """Of a GGUF model, whose file ``path`` is, or one of whose files."""
+    try:
+        return model_sha256(path)
+    except ConvertError as error:
+        raise FetchError(f"cannot convert {path}: {error}") from error
 
 
 def converted(
@@ -178,7 +189,7 @@ def converted(
 
 def convert_into(path: Path, work: Path) -> None:
     """Run the converter, which takes a second to import: a cached model does without."""
-    from services.gguf_convert import ConvertError, convert
+    from services.gguf_convert import convert
 
     try:
         convert(path, work)

@@ -19,19 +19,24 @@ def model_name(path: Path) -> str:
     return part["name"] if part else path.stem
 
 
-def model_parts(path: Path) -> list[Path]:
-    """The files of the model that ``path`` is a part of, in order; raises :class:`ConvertError`."""
-    part = PART.fullmatch(path.name)
+def part_names(name: str) -> list[str]:
+    """Names of the files of the model that a file ``name`` is a part of, in order."""
+    part = PART.fullmatch(name)
     if part is None:
-        return [path]
+        return [name]
     total = int(part["count"])
     names = [f"{part['name']}-{i:05}-of-{total:05}.gguf" for i in range(1, total + 1)]
-    if path.name not in names:
-        raise ConvertError(f"{path.name} is no part of a model in {total} files")
-    paths = [path.with_name(name) for name in names]
-    if missing := [p.name for p in paths if not p.is_file()]:
+    if name not in names:
+        raise ConvertError(f"{name} is no part of a model in {total} files")
+    return names
+
+
+def model_parts(path: Path) -> list[Path]:
+    """The files of the model that ``path`` is a part of, in order; raises :class:`ConvertError`."""
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if len(paths) > 1 and (missing := [p.name for p in paths if not p.is_file()]):
         raise ConvertError(
-            f"the model is split into {total} files, of which {path.parent} lacks "
+            f"the model is split into {len(paths)} files, of which {path.parent} lacks "
             f"{', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
         )
     return paths

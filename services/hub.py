@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.weight_files import INDEX, SINGLE, WeightFilesError, weight_names
+from services.gguf_fields import ConvertError
+from services.gguf_parts import model_name, part_names
 from services.hub_errors import Unreachable, explained
 from services.hub_id import COMMIT, HubModel
-from services.model_cache import FetchError, Progress, Report, locked, write_json
+from services.model_cache import FetchError, Progress, Report, locked, silent, size, write_json
 from services.model_folder import NO_TOKENIZER, check_folder
 
 LOOK_UP_S = 10.0  # for the hub to answer what a revision is; then the cache is used
+WORTH_WORDS = 1_000_000  # bytes of a download of which more is said than that it begins
 RECORD_FORMAT = 1
 NEEDED = ("config.json", "tokenizer.json")
 WELCOME = (
@@ -34,7 +37,6 @@ WELCOME = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Gguf:
-    """The GGUF file that was asked for; ``get`` downloads it unless it is there."""
+    """The GGUF model that was asked for; ``get`` downloads its file, or files, if need be."""
 
     name: str
-    sha256: str
+    sha256: str  # of its file, or of the hashes of its files
     get: Callable[[], Path]
 
 
@@ -113,24 +115,24 @@ def fetch_folder(model: HubModel, cache: Path, report: Report, weights: bool = T
 
 
 def find_gguf(model: HubModel, cache: Path, report: Report) -> Gguf:
-    """The GGUF file of a pinned model, not downloaded yet. Raises :class:`FetchError`."""
+    """The GGUF of a pinned model, not downloaded yet. Raises :class:`FetchError`."""
 
     def get() -> Path:
         with locked(path, report):
             snapshot = Snapshot(model, cache, report)
-            snapshot.bring([name])
-        return snapshot.folder / name
+            snapshot.bring(names)
+        return snapshot.folder / names[0]
 
     path = record_path(model, cache)
     with locked(path, report):
         snapshot = Snapshot(model, cache, report)
-        name = snapshot.gguf_name()
-        sha256 = snapshot.files[name].hash
-        if len(sha256) != 64:  # kept in git itself, or by a hub that does not say
-            snapshot.bring([name])
-            with (snapshot.folder / name).open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return Gguf(name, sha256, get)
+        names = snapshot.gguf_names()
+        hashes = [snapshot.files[name].hash for name in names]
+        if any(len(sha256) != 64 for sha256 in hashes):  # in git itself, or the hub does not say
+            snapshot.bring(names)
+            hashes = [hub_hash(snapshot.folder / name, like="0" * 64) for name in names]
+    whole = hashes[0] if len(names) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return Gguf(model_name(Path(names[0])), whole, get)
 
 
 class Snapshot:
@@ -173,7 +175,7 @@ class Snapshot:
         if "adapter_config.json" in names and "config.json" not in names:
             why = "it is an adapter (LoRA), not a model; merge it into its base model"
         elif not weights and any(name.endswith(".gguf") for name in names):
-            why = f"it has GGUF files only; choose one: {self._choices()}"
+            why = f"it has GGUF files only: {self._choices()}"
         elif "config.json" not in names:
             why = "it has no config.json, so it is no model as transformers reads them"
         elif not weights:
@@ -197,7 +199,8 @@ class Snapshot:
 
     def _choices(self) -> str:
         found = sorted(name for name in self.files if name.endswith(".gguf"))
-        return ", ".join(f"{self.model.repo}:{name}" for name in found) or "there is none"
+        choices = ", ".join(f"{self.model.repo}:{name}" for name in found)
+        return f"choose one of {choices}" if choices else "it has none"
 
     def weight_names(self) -> list[str]:
         """The safetensors of the model; an index must have been brought."""
@@ -206,20 +209,21 @@ class Snapshot:
         except WeightFilesError as error:
             raise FetchError(f"{self.model}: {error}") from error
 
-    def gguf_name(self) -> str:
-        """The GGUF file that was asked for, by its path or by a word of its name."""
+    def gguf_names(self) -> list[str]:
+        """The GGUF file that was asked for, by its path or by a word of its name; all its parts."""
         word = self.model.file
-        found = [n for n in self.files if n.endswith(".gguf") and is_called(n, word)]
-        if word in self.files and word.endswith(".gguf"):
-            found = [word]
-        if len(found) != 1:
-            self._refuse(
-                f"{len(found) or 'no'} GGUF files are called {word!r}; choose one: "
-                f"{self._choices()}"
-            )
-        if _SPLIT.search(found[0]):
-            self._refuse(f"{found[0]} is a part of a GGUF that was split; merge it first")
-        return found[0]
+        files = [Path(name) for name in self.files if name.endswith(".gguf")]
+        found = [path for path in files if word == str(path)]
+        found = found or [path for path in files if is_called(path, word)]
+        if len({path.with_name(model_name(path)) for path in found}) != 1:
+            self._refuse(f"{len(found) or 'no'} GGUF files are called {word!r}: {self._choices()}")
+        try:
+            parts = [found[0].with_name(name) for name in part_names(found[0].name)]
+        except ConvertError as error:
+            raise FetchError(f"{self.model}: {error}") from error
+        if missing := [path.name for path in parts if path not in files]:
+            self._refuse(f"the model is split, and lacks {', '.join(missing)}")
+        return [str(path) for path in parts]
 
     def bring(self, names: Iterable[str]) -> None:
         """Download what is not here, and check the hash of all that was not checked yet."""
@@ -231,8 +235,8 @@ class Snapshot:
         started, total = time.monotonic(), sum(self.files[name].num_bytes for name in missing)
         check_space(total)
         what = missing[0] if len(missing) == 1 else f"{len(missing)} files"
-        self.report(f"downloading {what} of {self.model.repo} ({total / 1e6:.1f} MB)")
-        bar = bar_class(Progress(total, self.report))
+        self.report(f"downloading {what} of {self.model.repo} ({size(total)})")
+        bar = bar_class(Progress(total, self.report if total >= WORTH_WORDS else silent))
         for name in missing:
             with explained(self.model, hub_cache(), downloading=name):
                 hf_hub_download(
@@ -243,7 +247,8 @@ class Snapshot:
                     tqdm_class=bar,
                 )
             self._check(name)
-        self.report(f"downloaded in {time.monotonic() - started:.1f} s, hashes as expected")
+        if total >= WORTH_WORDS:
+            self.report(f"downloaded in {time.monotonic() - started:.1f} s, hashes as expected")
 
     def _is_here(self, name: str) -> bool:
         path = self.folder / name
@@ -320,9 +325,9 @@ def hub_hash(path: Path, like: str) -> str:
     return digest.hexdigest()
 
 
-def is_called(name: str, word: str) -> bool:
-    """Whether a GGUF file's name has ``word`` between its dots and dashes: a quantisation."""
-    return re.search(rf"(^|[-.]){re.escape(word)}\.gguf$", Path(name).name, re.I) is not None
+def is_called(path: Path, word: str) -> bool:
+    """Whether ``word`` is the end of a GGUF model's name: its quantisation."""
+    return re.search(rf"(^|[-.]){re.escape(word)}$", model_name(path), re.I) is not None
 
 
 def check_space(num_bytes: int) -> None:
@@ -332,8 +337,8 @@ def check_space(num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise FetchError(
-            f"{folder}: {num_bytes / 1e9:.2f} GB are to be downloaded, {free / 1e9:.2f} GB are free"
-            " there; make room, or set HF_HOME to a folder on another disk"
+            f"{folder}: {size(num_bytes)} are to be downloaded, {size(free)} are free there"
+            "; make room, or set HF_HOME to a folder on another disk"
         )
 
 

@@ -31,6 +31,17 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
+def size(num_bytes: int) -> str:
+    """For people."""
+    if num_bytes < 1_000_000:
+        return f"{max(1, num_bytes // 1000)} kB"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
+def silent(_: str) -> None:
+    """A report that nobody reads."""
+
+
 class Progress:
     """Says how far a download is: at each tenth of ``total`` bytes, and every ten seconds."""
 

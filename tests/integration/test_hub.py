@@ -155,8 +155,8 @@ def repo(request: pytest.FixtureRequest) -> str:
     return "org/" + re.sub(r"\W+", "-", request.node.name).strip("-")
 
 
-def weights(seed: int = 0, name: str = "w") -> bytes:
-    values = np.random.default_rng(seed).standard_normal((50, 1000), dtype=np.float32)
+def weights(seed: int = 0, name: str = "w", rows: int = 50) -> bytes:
+    values = np.random.default_rng(seed).standard_normal((rows, 1000), dtype=np.float32)
     return save({name: values})
 
 
@@ -218,14 +218,16 @@ def test_names(text: str, expected: HubModel | None) -> None:
 
 
 def test_only_what_is_needed_and_only_once(hub: FakeHub, client: Client, repo: str) -> None:
-    commit = hub.add(repo, MODEL | UNWANTED).branches["main"]
+    large = weights(rows=300)
+    commit = hub.add(repo, MODEL | UNWANTED | {"model.safetensors": large}).branches["main"]
     folder, said = client.fetch(repo)
     assert folder == client.repo_folder(repo) / "snapshots" / commit
     assert names(folder) == sorted(MODEL)
-    assert all((folder / name).read_bytes() == data for name, data in MODEL.items())
+    assert all((folder / name).read_bytes() == data for name, data in SMALL.items())
+    assert (folder / "model.safetensors").read_bytes() == large
     assert hub.content(repo) == sorted(MODEL)
     assert f"{repo}: main is commit {commit}" in said
-    assert f"downloading model.safetensors of {repo} (0.2 MB)" in said
+    assert f"downloading model.safetensors of {repo} (1.2 MB)" in said
     assert "(100 %)" in said
     assert "hashes as expected" in said
     again, said = client.fetch(repo)
@@ -292,6 +294,17 @@ def test_a_gguf_in_a_repository(
     again, said = client.fetch(form.format(repo))
     assert again == folder
     assert "converting" not in said
+
+
+def test_all_parts_of_a_split_gguf_come(hub: FakeHub, client: Client, repo: str) -> None:
+    parts = {f"q/m-Q8_0-0000{i}-of-00002.gguf": b"no GGUF %d" % i for i in (1, 2)}
+    hub.add(repo, parts | {"m-Q4_0.gguf": b"another"})
+    assert "m-Q8_0-00001-of-00002.gguf is not a complete GGUF" in client.error(f"{repo}:Q8_0")
+    assert hub.content(repo) == [name.removeprefix("q/") for name in parts]
+    del hub.repos[repo].commits[hub.repos[repo].branches["main"]][max(parts)]
+    shutil.rmtree(client.home / "baton" / "hub")
+    error = client.error(f"{repo}:{min(parts)}")
+    assert "the model is split, and lacks m-Q8_0-00002-of-00002.gguf" in error
 
 
 # --- without the hub ------------------------------------------------------------------------------
@@ -412,7 +425,7 @@ def without(*left_out: str, **more: bytes) -> Files:
             r"no tokenizer\.json \(only tokenizer\.model\).*AutoTokenizer.*save_pretrained",
         ),
         (without("config.json"), r"no config\.json"),
-        ({"a-Q4_0.gguf": b"G"}, r"GGUF files only; choose one: org/[\w-]+:a-Q4_0\.gguf"),
+        ({"a-Q4_0.gguf": b"G"}, r"GGUF files only: choose one of org/[\w-]+:a-Q4_0\.gguf"),
         (
             {"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"},
             "it is an adapter",
@@ -443,9 +456,8 @@ def test_wrong_names(hub: FakeHub, client: Client, repo: str) -> None:
     assert "unknown model 'org/unknown': there is no such folder here" in error
     assert "HF_TOKEN" in error
     assert f"{repo} has no revision 'v9'" in client.error(f"{repo}@v9")
-    assert f"no GGUF files are called 'Q8_0'; choose one: {repo}:a-Q4_0.gguf" in client.error(
-        f"{repo}:Q8_0"
-    )
+    error = client.error(f"{repo}:Q8_0")
+    assert f"no GGUF files are called 'Q8_0': choose one of {repo}:a-Q4_0.gguf, {repo}:b" in error
     assert "2 GGUF files are called 'Q4_0'" in client.error(f"{repo}:Q4_0")
 
 
@@ -459,7 +471,7 @@ def test_a_full_disk_is_noticed_before(
     monkeypatch.setattr(ours, "hub_cache", lambda: tmp_path / "not" / "there")
     monkeypatch.setattr(shutil, "disk_usage", usage)
     ours.check_space(1000)
-    with pytest.raises(FetchError, match=r"there: 2\.00 GB are to be downloaded, 0\.00 GB are fre"):
+    with pytest.raises(FetchError, match=r"there: 2\.00 GB are to be downloaded, 1 kB are free"):
         ours.check_space(2 * 10**9)
 
 
