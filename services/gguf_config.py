@@ -109,6 +109,8 @@ def model_config(
     length = count(fields, f"{arch}.context_length")
     if "token_embd.weight" not in shapes:
         raise ConvertError("the GGUF lacks the tensor token_embd.weight")
+    if num_layers > len(shapes):  # before lists of that length are made
+        raise ConvertError(f"the GGUF has {len(shapes)} tensors for {num_layers} layers")
     base = shortest(number(fields, f"{arch}.rope.freq_base", 10000.0))
     window = sliding_window(fields, arch, family, length)
     model = "Mistral" if window else family.model
