@@ -80,8 +80,8 @@ class PackedLinear:
             x = x.contiguous()
         num_rows, num_panels = len(x), len(self.panels)
         out = torch.empty(num_rows, num_panels * PANEL)
-        multiply = _multiply if self.scale is None else _multiply_int8
-        multiply(
+        kernel = multiply if self.scale is None else multiply_int8
+        kernel(
             x.data_ptr(),
             x.stride(0),
             num_rows,
@@ -204,7 +204,7 @@ def _add_bias(bias, num_rows, out, out_stride):  # type: ignore[no-untyped-def]
 
 
 @njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
-def _multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
+def multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
     out_stride = 16 * num_panels
     for p in prange(num_panels):
         sums, panel = out + 64 * p, panels + 64 * p * num_inputs
@@ -214,7 +214,7 @@ def _multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias
 
 
 @njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
-def _multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
+def multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
     out_stride = 16 * num_panels
     num_groups = (num_inputs + GROUP - 1) // GROUP
     for p in prange(num_panels):

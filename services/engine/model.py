@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from services.engine.attention import AttentionPlan, attend, write_kv
+from services.engine.attention import AttentionPlan, attend, plan_attention, write_kv
+from services.engine.cpu_layers import CpuLayers
 from services.engine.linear import Linear, Product, product
 from services.engine.model_config import ModelConfig, ModelError
-from services.engine.rope import frequencies, rotate, rotation
+from services.engine.paged_attention import PagedPlan
+from services.engine.rope import frequencies, half_rotation, rotate, rotation
+from services.engine.scheduler import Row
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +138,27 @@ class Model:
         self.layers: Sequence[Layer] = [source.layer(config, i) for i in range(config.num_layers)]
         self.norm = source.get("model.norm.weight", config.hidden_size)
         self.frequencies = frequencies(config, device)
+        self.cpu_layers = CpuLayers(self) if CpuLayers.fits(self) else None
         source.warn_of_others()
 
-    def forward(self, ids: Tensor, positions: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states ``[num_tokens, hidden_size]`` after the last norm; KV goes to ``kv``."""
+    def plan(self, rows: Sequence[Row], block_size: int) -> AttentionPlan | PagedPlan:
+        """For :meth:`forward`; ``rows`` in :func:`~services.engine.attention.batch_order`."""
+        if self.cpu_layers is not None:
+            return self.cpu_layers.attention.plan(rows, block_size)
+        return plan_attention(rows, block_size, self.norm.device)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, kv: Tensor, plan: AttentionPlan | PagedPlan
+    ) -> Tensor:
+        """Hidden states ``[num_tokens, hidden_size]`` after the last norm; KV goes to ``kv``.
+
+        The plan chooses the way: with one of :func:`~services.engine.attention.plan_attention` it
+        is this plain one, whatever the device.
+        """
+        if isinstance(plan, PagedPlan):
+            assert self.cpu_layers is not None
+            cos, sin = half_rotation(positions, self.frequencies)
+            return self.cpu_layers.run(self.embed.rows(ids), cos, sin, kv, plan)
         config = self.config
         num_tokens, num_queries, dim = len(ids), config.num_heads, config.head_dim
         num_qk = num_queries + config.num_kv_heads

@@ -30,12 +30,17 @@ def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
+def half_rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all angles, ``[num_tokens, head_dim / 2]`` each."""
+    angles = torch.outer(positions.float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for :func:`rotate`, ``[num_tokens, 1, head_dim]`` each; the sines carry the
     sign of the first half.
     """
-    angles = torch.outer(positions.float(), frequencies)[:, None]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = (half[:, None] for half in half_rotation(positions, frequencies))
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 

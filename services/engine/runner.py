@@ -3,7 +3,7 @@
 import torch
 
 from kvtransfer.region import Region
-from services.engine.attention import batch_order, plan_attention
+from services.engine.attention import batch_order
 from services.engine.kernels import use_threads
 from services.engine.model import Model
 from services.engine.sampler import sample
@@ -32,7 +32,7 @@ class ModelRunner:
         positions = torch.tensor(
             [p for row in rows for p in range(row.start, row.end)], device=device
         )
-        attention = plan_attention(rows, self.region.layout.block_size, device)
+        attention = self.model.plan(rows, self.region.layout.block_size)
         hidden = self.model.forward(ids, positions, self.region.kv, attention)
         tokens = [-1] * len(rows)
         last, sampling = [], []
