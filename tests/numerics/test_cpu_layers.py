@@ -1,0 +1,131 @@
+"""All layers in one compiled call, against the plain forward pass of the same model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.region import Region
+from services.engine.attention import plan_attention
+from services.engine.kernels import use_threads
+from services.engine.model import Model
+from services.engine.model_config import ModelConfig
+from services.engine.scheduler import Row
+from services.engine.sequence import SamplingParams
+from services.engine.weights import random_weights
+
+CPU = torch.device("cpu")
+BLOCK = 16
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+SHAPE = ModelConfig(
+    num_layers=3,
+    hidden_size=64,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=24,
+    vocab_size=100,
+    max_model_len=1024,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tied_head=True,
+    unrotated_layers=(1,),
+    window=40,
+    window_layers=(2,),
+    qkv_bias=True,
+    qk_norm=True,
+)
+
+
+def model(shape: ModelConfig = SHAPE, middle: int = 72, int8: bool = False) -> Model:
+    """One with every optional part, none of which does nothing."""
+    weights = random_weights(shape, middle, seed=5)
+    generator = torch.Generator().manual_seed(6)
+    for i in range(shape.num_layers):
+        attention = f"model.layers.{i}.self_attn"
+        for name, heads in (("q", 6), ("k", 2), ("v", 2)):
+            size = heads * shape.head_dim
+            weights[f"{attention}.{name}_proj.bias"] = torch.randn(size, generator=generator)
+            weights[f"{attention}.{name}_norm.weight"] = torch.rand(
+                shape.head_dim, generator=generator
+            )
+        del weights[f"{attention}.v_norm.weight"]
+    return Model(shape, weights, torch.float32, CPU, int8)
+
+
+class Pool:
+    """KV memory, and sequences that lie scattered in it."""
+
+    def __init__(self, shape: ModelConfig = SHAPE) -> None:
+        layout = KVLayout(
+            "", shape.num_layers, shape.num_kv_heads, shape.head_dim, "", BLOCK, "float32"
+        )
+        self.region = Region(layout, 64)
+        self.region.kv.fill_(float("nan"))  # what nobody wrote must not be read
+        self._free = torch.randperm(63, generator=torch.Generator().manual_seed(1)).add(1).tolist()
+
+    def row(self, num_tokens: int, start: int = 0, blocks: tuple[int, ...] = ()) -> Row:
+        """The next ``num_tokens`` of a sequence; ``blocks`` has those that it has already."""
+        while len(blocks) * BLOCK < start + num_tokens:
+            blocks = (*blocks, self._free.pop())
+        ids = tuple((7 * (start + i) + blocks[0]) % 100 for i in range(num_tokens))
+        return Row((bytes([blocks[0]]), 0), ids, start, blocks, True, PARAMS, num_tokens)
+
+    def run(self, model: Model, rows: list[Row], plain: bool = False) -> list[Tensor]:
+        """Hidden states of each row."""
+        ids = torch.tensor([token for row in rows for token in row.ids])
+        positions = torch.tensor([p for row in rows for p in range(row.start, row.end)])
+        plan = plan_attention(rows, BLOCK, CPU) if plain else model.plan(rows, BLOCK)
+        hidden = model.forward(ids, positions, self.region.kv, plan)
+        return list(hidden.split([len(row.ids) for row in rows]))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> None:
+    use_threads(2)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_as_the_plain_pass(int8: bool) -> None:
+    ours = model(int8=int8)
+    assert ours.cpu_layers is not None
+    results, caches = [], []
+    for plain in (False, True):
+        pool = Pool()
+        if plain:
+            pool.region.kv.zero_()  # this one gives what it should not see a weight of zero
+        prompts = [pool.row(n) for n in (90, 33, 1, 300)]
+        first = pool.run(ours, prompts, plain)
+        again = [pool.row(1, row.end, row.blocks) for row in prompts]
+        again.append(pool.row(20))
+        results.append([*first, *pool.run(ours, again, plain)])
+        caches.append(pool.region.kv.nan_to_num())
+    for fast, slow in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sequence_does_not_depend_on_its_company_or_on_threads() -> None:
+    """Bit for bit: neither a batch nor the number of threads changes a token."""
+    ours = model()
+    pool = Pool()
+    prompts = [pool.row(n) for n in (90, 33, 1, 130)]
+    together = pool.run(ours, prompts)
+    decodes = [pool.row(1, row.end, row.blocks) for row in prompts]
+    decoded = pool.run(ours, decodes)
+    use_threads(1)
+    for i in range(4):
+        assert torch.equal(pool.run(ours, [prompts[i]])[0], together[i])
+        assert torch.equal(pool.run(ours, [decodes[i]])[0], decoded[i])
+    mixed = pool.run(ours, [decodes[0], prompts[1], decodes[3]])
+    for got, expected in zip(mixed, (decoded[0], together[1], decoded[3]), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_what_does_not_fit_takes_the_plain_way() -> None:
+    assert model(middle=70).cpu_layers is None  # not whole vectors
+    assert model(replace(SHAPE, head_dim=20)).cpu_layers is None
+    pool = Pool(replace(SHAPE, head_dim=20))
+    pool.region.kv.zero_()
+    assert pool.run(model(replace(SHAPE, head_dim=20)), [pool.row(5)])[0].isfinite().all()
