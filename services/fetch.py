@@ -179,7 +179,7 @@ def converted(
             started = time.monotonic()
             report(f"converting {path.name} to float32 safetensors, once")
             with work_folder(folder) as work:
-                convert_into(path, work)
+                convert_into(path, work, report)
                 write_manifest(work, path.name, sha256)
                 os.replace(work, folder)
             report(f"converted in {time.monotonic() - started:.1f} s: {folder}")
@@ -187,12 +187,12 @@ def converted(
     return folder
 
 
-def convert_into(path: Path, work: Path) -> None:
+def convert_into(path: Path, work: Path, report: Report) -> None:
     """Run the converter, which takes a second to import: a cached model does without."""
     from services.gguf_convert import convert
 
     try:
-        convert(path, work)
+        convert(path, work, report)
     except ConvertError as error:
         raise FetchError(f"cannot convert {path}: {error}") from error
 

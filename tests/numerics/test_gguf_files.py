@@ -2,6 +2,7 @@
 
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,19 @@ def test_a_full_disk_is_noticed_before(
     with pytest.raises(ConvertError, match=r"weights need 0\.0 GB, .* has 0\.0 GB"):
         convert(whole, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_memory_holds_little_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 MB of float32 in each of six matrices, of which 64 KiB are decoded at a time."""
+    monkeypatch.setattr(gguf_convert, "CHUNK", 1 << 14)
+    monkeypatch.setattr(tiny, "MLP", 3 << 14)
+    weights = tiny.random_weights(seed=1)
+    tiny.write(tmp_path / "tiny.gguf", weights, change={"llama.feed_forward_length": tiny.MLP})
+    tracemalloc.start()
+    convert(tmp_path / "tiny.gguf", tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / "model.safetensors").stat().st_size > 72e6
+    assert peak < 4e6
