@@ -183,7 +183,8 @@ def sliding_window(fields: Fields, arch: str, family: Family, length: int) -> in
     window = count(fields, f"{arch}.attention.sliding_window")
     if window >= length:
         return 0
-    if not family.window:  # which layers have it is not in the file
+    some_layers = f"{arch}.attention.sliding_window_pattern" in fields
+    if some_layers or not family.window:
         raise ConvertError(f"a sliding window ({window} positions) is not supported for {arch}")
     return window
 

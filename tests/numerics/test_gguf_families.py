@@ -122,6 +122,7 @@ def test_what_an_architecture_needs_is_asked_for(
         ("qwen2", {"rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
         ("qwen3", {"expert_count": 4}, "mixture of experts"),
         ("qwen2", {"attention.sliding_window": 16}, r"window \(16 positions\).*for qwen2"),
+        ("mistral", {"attention.sliding_window_pattern": 2}, r"window \(16 positions\)"),
     ],
 )
 def test_what_an_architecture_has_not_is_refused(
