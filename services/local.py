@@ -17,9 +17,11 @@ from router.wire import WorkerCard
 from services.config import AppConfig
 from services.fetch import fetch, pinned
 from services.machine import model_facts, read_secret, this_machine
+from services.model_cache import print_now
 from services.resolve import resolve
 from services.serve import DRAIN_S, mib
 from services.settings import router_settings, worker_settings
+from services.warm_kernels import warm_kernels
 from services.worker import Worker
 
 
@@ -51,6 +53,7 @@ async def local_graph(config: AppConfig) -> AsyncIterator[LocalGraph]:
     """
     model = await asyncio.to_thread(pinned, config.model)
     folder = await asyncio.to_thread(fetch, model)
+    await asyncio.to_thread(warm_kernels, print_now)
     config = resolve(config, this_machine(one_process=True), model_facts(folder, model))
     secret = read_secret(config)
     workers: list[Worker] = []

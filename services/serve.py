@@ -32,6 +32,7 @@ from services.fetch import fetch, pinned
 from services.machine import model_facts, read_secret, this_machine
 from services.resolve import resolve
 from services.supervisor import supervise
+from services.warm_kernels import warm_kernels
 
 if typing.TYPE_CHECKING:
     from services.app import AppSpec
@@ -86,6 +87,7 @@ def run_serve(config: AppConfig) -> int:
     config = replace(config, model=pinned(config.model, report=phases.detail))
     folder = fetch(config.model, report=phases.detail)
     phases.done("fetch", str(folder))
+    warm_kernels(phases.detail)
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
     secret = read_secret(config)
     work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from services.engine.compiled import compiled
 from services.engine.intrinsics import exp_row, largest, prefetch, take, transpose
 from services.engine.kernels import LANES, MAX_ROWS, floats, int64s, tile
 
@@ -363,7 +364,7 @@ def _work(  # type: ignore[no-untyped-def]
 _SIGNATURE = f"void({'int64, ' * 15} float32, {', '.join(['int64'] * 5)})"
 
 
-@njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
+@compiled(_SIGNATURE, parallel=True)
 def attend(  # type: ignore[no-untyped-def]
     kv, block_stride, plane, block_size, num_kv_heads, share, head_dim, q, q_stride, out,
     out_stride, blocks, items, num_items, window, factor, done, parts, scratch, scratch_stride,

@@ -14,6 +14,7 @@ from numba import njit
 from torch import Tensor
 
 from services.engine.attention_kernels import attend
+from services.engine.compiled import compiled
 from services.engine.cpu_ops import add_norm, gate_rows, place
 from services.engine.kernels import LANES, int64s
 from services.engine.linear import PackedLinear, multiply, multiply_int8
@@ -39,7 +40,7 @@ def _product(x, x_stride, num_rows, num_inputs, weights, num_panels, out):  # ty
         multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out)
 
 
-@njit("void(int64, int64, int64[:], int64[:], float64, float64)", nogil=True, cache=True)
+@compiled("void(int64, int64, int64[:], int64[:], float64, float64)")
 def _run(table, num_layers, shape, step, eps, factor):  # type: ignore[no-untyped-def]
     hidden_size, num_heads, num_kv_heads, dim = shape[0], shape[1], shape[2], shape[3]
     middle, block_size = shape[4], shape[5]

@@ -7,6 +7,7 @@ rows, or heads, where there are enough of them. The reference of all is ``Model.
 import numpy as np
 from numba import njit, prange
 
+from services.engine.compiled import compiled
 from services.engine.intrinsics import gate, sum_squares
 from services.engine.kernels import floats, int64s
 
@@ -32,12 +33,7 @@ def _add_norm_row(hidden, added, weight, eps, out, size):  # type: ignore[no-unt
     _norm_row(hidden, weight, eps, out, size)
 
 
-@njit(
-    "void(int64, int64, int64, int64, float64, int64, int64, int64)",
-    parallel=True,
-    nogil=True,
-    cache=True,
-)
+@compiled("void(int64, int64, int64, int64, float64, int64, int64, int64)", parallel=True)
 def _add_norm_many(hidden, added, added_stride, weight, eps, out, num_rows, size):  # type: ignore[no-untyped-def]
     for r in prange(num_rows):
         y = added + 4 * r * added_stride if added else 0
@@ -88,12 +84,10 @@ def _place_token(  # type: ignore[no-untyped-def]
             new_value[i] = value[i]
 
 
-@njit(
+@compiled(
     "void(int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, int64, int64,"
     "int64, int64, int64)",
     parallel=True,
-    nogil=True,
-    cache=True,
 )
 def place(  # type: ignore[no-untyped-def]
     qkv, qkv_stride, num_tokens, num_heads, num_kv_heads, dim, norm, eps, cos, sin,
@@ -116,7 +110,7 @@ def place(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@njit("void(int64, int64, int64, int64, int64)", parallel=True, nogil=True, cache=True)
+@compiled("void(int64, int64, int64, int64, int64)", parallel=True)
 def _gate_many(gate_up, stride, out, num_rows, size):  # type: ignore[no-untyped-def]
     for r in prange(num_rows):
         row = gate_up + 4 * r * stride

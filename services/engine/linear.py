@@ -16,6 +16,7 @@ from numba import njit, prange
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from services.engine.compiled import compiled
 from services.engine.kernels import floats, tile, tile_int8, widen
 
 PANEL = 16  # outputs side by side: two vectors
@@ -203,7 +204,7 @@ def _add_bias(bias, num_rows, out, out_stride):  # type: ignore[no-untyped-def]
             sums[i] += terms[i]
 
 
-@njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
+@compiled(_SIGNATURE, parallel=True)
 def multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
     out_stride = 16 * num_panels
     for p in prange(num_panels):
@@ -213,7 +214,7 @@ def multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias,
             _add_bias(bias + 64 * p, num_rows, sums, out_stride)
 
 
-@njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
+@compiled(_SIGNATURE, parallel=True)
 def multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out):  # type: ignore[no-untyped-def]
     out_stride = 16 * num_panels
     num_groups = (num_inputs + GROUP - 1) // GROUP

@@ -36,6 +36,21 @@ HEAVY = {
     "nixl": {"kvtransfer/nixl_agent.py"},
     "nixl_cu12": {"kvtransfer/nixl_agent.py"},
     "fastapi": {"router/api.py"},
+    "numba": {
+        f"services/engine/{name}.py"
+        for name in (
+            "attention_kernels",
+            "compiled",
+            "cpu_layers",
+            "cpu_ops",
+            "intrinsics",
+            "kernels",
+            "linear",
+            "paged_attention",
+            "sampler",
+        )
+    },
+    "llvmlite": {"services/engine/intrinsics.py", "services/engine/kernels.py"},
     "transformers": set(),
 }
 

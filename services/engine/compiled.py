@@ -1,0 +1,51 @@
+"""Compiles kernels with numba, once per machine."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import njit
+
+from services.engine.kernel_folder import kernel_folder
+
+log = logging.getLogger(__name__)
+
+KEEP_S = 30 * 24 * 3600.0  # of a version that nobody has started since
+
+
+def compiled(signature: str, parallel: bool = False) -> Callable[[Any], Any]:
+    """Decorator: compiled now, or read from the folder, for this signature. It runs without
+    Python's lock; ``parallel``: ``prange`` is shared by threads.
+    """
+
+    def compile_(function: Any) -> Any:
+        how = {"parallel": parallel, "nogil": True}
+        try:
+            return njit(signature, cache=True, **how)(function)
+        except (RuntimeError, OSError) as error:  # nowhere to keep it
+            log.warning("%s is compiled at each start: %s", function.__name__, error)
+            return njit(signature, **how)(function)
+
+    return compile_
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder, mark it as used, and remove those that have not been for long."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        for other in folder.parent.iterdir():
+            if time.time() - other.stat().st_mtime > KEEP_S:
+                shutil.rmtree(other, ignore_errors=True)
+    except OSError as error:
+        log.warning("cannot keep compiled kernels in %s: %s", folder, error.strerror)
+
+
+_FOLDER = kernel_folder()
+_prepare(_FOLDER)
+numba.config.CACHE_DIR = str(_FOLDER)
