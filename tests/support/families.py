@@ -30,7 +30,7 @@ from transformers import (
 VOCAB_SIZE, MAX_LEN, WINDOW, ORIGINAL_LENGTH = 96, 256, 16, 64
 STD = 0.2
 SIZES: dict[str, Any] = {
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 40,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -81,7 +81,7 @@ qwen3 = partial(Checkpoint, Qwen3Config, Qwen3ForCausalLM)
 smollm3 = partial(Checkpoint, SmolLM3Config, SmolLM3ForCausalLM)
 
 FAMILIES = {
-    "llama2": llama({"num_key_value_heads": 4}),
+    "llama2": llama({"num_key_value_heads": 4, "hidden_size": 48}),  # too narrow for CpuLayers
     "llama3": llama({"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-linear-biases": llama(
         {
@@ -91,11 +91,11 @@ FAMILIES = {
         }
     ),
     "mistral": Checkpoint(
-        MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW, "head_dim": 16}
+        MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW, "head_dim": 24}
     ),
     "qwen2": qwen2(dtype=torch.bfloat16),
     "qwen2-windows": qwen2({**HALF_WINDOWED, "tie_word_embeddings": True}),
-    "qwen3": qwen3({"head_dim": 16}, shard_size="50KB"),
+    "qwen3": qwen3({"head_dim": 24}, shard_size="50KB"),
     "smollm3": smollm3({"tie_word_embeddings": True}),
     "smollm3-windows": smollm3(
         {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW}
