@@ -23,6 +23,7 @@ from numba import get_num_threads
 from torch import Tensor
 
 from services.engine.attention_kernels import ITEM, TILE, attend, scratch_floats
+from services.engine.compiled import compiled
 from services.engine.kernels import MAX_ROWS
 from services.engine.scheduler import Row
 
@@ -56,36 +57,19 @@ class PagedAttention:
         self._parts = torch.empty(0)
 
     def plan(self, rows: Sequence[Row], block_size: int) -> PagedPlan:
-        """Rows in any order; longer ones first divide better."""
-        counts = np.array([len(row.ids) for row in rows])
-        starts = np.array([row.start for row in rows])
-        blocks = np.frombuffer(b"".join([_packed(row.blocks) for row in rows]), np.int64)
-        tables = _before(np.array([len(row.blocks) for row in rows]))
-        firsts = _before(counts)
-        positions = np.repeat(starts - firsts, counts) + np.arange(counts.sum())
-        found = blocks[np.repeat(tables, counts) + positions // block_size]
-
-        decodes = counts == 1
-        tiles = np.where(decodes, starts // TILE + 1, 0)
-        num_items = np.where(decodes, tiles, -(-counts // self._item_tokens))
-        row = np.repeat(np.arange(len(rows)), num_items)
-        index = np.arange(len(row)) - np.repeat(_before(num_items), num_items)  # in its row
-        skipped = np.where(decodes[row], 0, index * self._item_tokens)  # tokens
-        items = np.empty((len(row), ITEM), np.int64)
-        items[:, 0] = firsts[row] + skipped
-        items[:, 1] = np.minimum(counts[row] - skipped, self._item_tokens)
-        items[:, 2] = starts[row] + skipped
-        items[:, 3] = tables[row]
-        items[:, 4] = np.where(decodes[row], index * TILE, -1)
-        items[:, 5] = _before(tiles)[row]
-        # The longest first. Rows with a common prefix have the same blocks in the same tiles: what
-        # one brings into the cache the next one finds there.
-        order = np.lexsort((-items[:, 2], items[:, 4]))
-        num_tiles = int(tiles.sum())
+        """For rows in :func:`~services.engine.attention.batch_order`."""
+        shapes = np.array([(len(row.ids), row.start, len(row.blocks)) for row in rows], np.int64)
+        blocks = np.frombuffer(bytearray().join(_packed(row.blocks) for row in rows), np.int64)
+        num_tokens, reached = shapes[:, 0], shapes[:, 1] // TILE + 1
+        num_tiles = int(reached[num_tokens == 1].sum())
+        slots = np.empty((int(num_tokens.sum()), 2), np.int64)
+        most_items = num_tiles + int((num_tokens // self._item_tokens + 1).sum())
+        items = np.empty((most_items, ITEM), np.int64)
+        num_items = _list_items(shapes, blocks, block_size, self._item_tokens, slots, items)
         return PagedPlan(
-            slots=np.stack((found, positions % block_size), 1),
+            slots=slots,
             blocks=blocks,
-            items=items[order],
+            items=items[:num_items],
             num_tiles=num_tiles,
             done=np.zeros(1 + num_tiles * self.num_kv_heads, np.int64),
         )
@@ -143,9 +127,42 @@ class PagedAttention:
         return out
 
 
-def _before(counts: Ints) -> Ints:
-    """Sums of all that come before each."""
-    return np.cumsum(counts) - counts
+@compiled("int64(int64[:, :], int64[::1], int64, int64, int64[:, :], int64[:, :])")
+def _list_items(shapes, blocks, block_size, item_tokens, slots, items):  # type: ignore[no-untyped-def]
+    """Fill ``slots`` and ``items`` of :class:`PagedPlan`, and return the number of items, longest
+    first. ``shapes``: tokens, position of the first one, and blocks of each row.
+    """
+    num_rows = len(shapes)
+    before = np.zeros((num_rows + 1, 3), np.int64)  # tokens, blocks and tiles of other rows
+    num_items = last_tile = 0
+    for r in range(num_rows):
+        count, start, num_blocks = shapes[r]
+        token, table, tiles = before[r]
+        for i in range(count):
+            slots[token + i, 0] = blocks[table + (start + i) // block_size]
+            slots[token + i, 1] = (start + i) % block_size
+        if count == 1:
+            last_tile = max(last_tile, start // TILE)
+            tiles += start // TILE + 1
+        before[r + 1] = token + count, table + num_blocks, tiles
+    for r in range(num_rows - 1, -1, -1):
+        count, start, _ = shapes[r]
+        token, table, tiles = before[r]
+        if count > 1:
+            for skipped in range((count - 1) // item_tokens * item_tokens, -1, -item_tokens):
+                tokens = min(item_tokens, count - skipped)
+                items[num_items] = token + skipped, tokens, start + skipped, table, -1, 0
+                num_items += 1
+    # Tile by tile: rows with a common prefix have the same blocks there, and what one of them
+    # brings into the cache the next one finds in it.
+    for tile in range(last_tile + 1):
+        for r in range(num_rows - 1, -1, -1):
+            count, start, _ = shapes[r]
+            token, table, tiles = before[r]
+            if count == 1 and start // TILE >= tile:
+                items[num_items] = token, 1, start, table, tile * TILE, tiles
+                num_items += 1
+    return num_items
 
 
 @lru_cache(1024)

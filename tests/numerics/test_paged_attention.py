@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -199,6 +200,20 @@ def test_block_size_changes_no_bit() -> None:
         results.append(step.run())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_engines_of_one_process_do_not_meet() -> None:
+    """Each in a thread of its own, with threads of its own."""
+    steps = [Step(Shape([(900, 1), (300, 1), (100, 60)]), seed) for seed in range(3)]
+    alone = [step.run() for step in steps]
+
+    def run(index: int) -> list[Tensor]:
+        use_threads(1 + index % 2)
+        return [steps[index].run() for _ in range(10)]
+
+    with ThreadPoolExecutor(3) as pool:
+        for expected, results in zip(alone, pool.map(run, range(3)), strict=True):
+            assert all(torch.equal(result, expected) for result in results)
 
 
 def test_a_number_that_is_none_is_not_hidden() -> None:
