@@ -94,8 +94,10 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # token_bytes, as far as asked for
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
-        self.eos_ids = tuple(eos_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        # Some files name an end that the model has no row for: it never comes, and workers would
+        # refuse every request that asks to stop there.
+        self.eos_ids = tuple(i for i in eos_ids if 0 <= i < self.vocab_size)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -231,6 +231,7 @@ def test_generation_config_and_template_file_go_first(tmp_path: Path) -> None:
         ({}, {"eos_token_id": 65}, {"eos_token": "</s>"}, (65, 257)),
         ({}, {}, {"eos_token": {"content": "</s>"}}, (257,)),
         ({}, {}, {"eos_token": "<unheard of>"}, ()),
+        ({}, {"eos_token_id": [256, 300, -1], "vocab_size": 257}, {"eos_token": "</s>"}, (256,)),
         ({}, {}, {}, ()),
     ],
 )
