@@ -1,95 +1,371 @@
-"""Chooses the next token of each row from its logits.
+"""Chooses the next token of each row of a step, all rows in one call.
 
-Sampling is the Gumbel-max trick: the token with the highest ``logit / temperature + noise`` wins.
-The noise is counter-based, Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC 2011) keyed by the request's seed and counted by (token id, position, choice). So there is no
-generator state to move: the same (seed, choice, position) gives the same noise on every worker, in
-every batch and after every retry.
+The tokens are those of :mod:`services.engine.sampler_reference`, which says what they are. This is
+about not looking at most of them. Each block of ``BLOCK`` logits is known by its best, so a pass
+with a lower bound skips blocks; noise is bounded, so that no token far below the best score so far
+needs any; and a cut (top-k, top-p) is found by selection, without sorting.
 """
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from numba import njit, prange
+from numba.extending import register_jitable
 from torch import Tensor
 
 from services.engine.scheduler import NO_TOKEN, Row
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_LOW = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
-_NEGATIVE = float("-inf")
+BLOCK = 64  # logits; a multiple of the four that share a Philox counter
+UNIT_BITS = 30
+"""A best token weighs ``2**UNIT_BITS``. 2**18 of them add up to what a double holds exactly."""
 
-
-def philox(counter: Sequence[NDArray[np.uint64]], key: tuple[int, int]) -> NDArray[np.uint64]:
-    """Philox4x32-10: four u32 words per counter; ``counter`` is four arrays ``[n]`` of u32 values.
-
-    Returns ``[n, 4]`` u32 values (held in u64).
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
-            p1 & _LOW,
-            (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
-            p0 & _LOW,
-        )
-        k0 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF
-        k1 = (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
-    return np.stack((c0, c1, c2, c3), axis=-1)
-
-
-def gumbel_noise(vocab_size: int, seed: int, choice: int, position: int) -> Tensor:
-    """Standard Gumbel noise, float64 ``[vocab_size]``, for the token at an absolute position."""
-    groups = np.arange(-(-vocab_size // 4), dtype=np.uint64)
-    fixed = [np.full_like(groups, value) for value in (position, choice, 0)]
-    words = philox((groups, *fixed), (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)[:vocab_size]
-    uniform = (words.astype(np.float64) + 0.5) * 2.0**-32  # never 0 or 1
-    return torch.from_numpy(-np.log(-np.log(uniform)))
-
-
-def scores(logits: Tensor, row: Row) -> Tensor:
-    """What the winner of one row is the maximum of: float64 ``[vocab_size]`` from its logits."""
-    params = row.params
-    values = logits.double().cpu()
-    if row.end - row.num_prompt < params.min_tokens and params.stop_ids:
-        values[torch.tensor(params.stop_ids)] = _NEGATIVE
-    if params.temperature == 0:
-        return values
-    values = (values - values.max()) / params.temperature  # a tiny temperature overflows otherwise
-    values = _truncate(values, params.top_k, params.top_p, params.min_p)
-    return values + gumbel_noise(values.numel(), params.seed, params.choice, row.end)
-
-
-def _truncate(values: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """-inf for tokens outside top-k, then the nucleus of top-p, then below min-p of the best."""
-    if 0 < top_k < values.numel():
-        values[values < torch.topk(values, top_k).values[-1]] = _NEGATIVE
-    if top_p < 1:
-        ordered, order = values.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        # A token stays while the mass before it is below top_p; so the best one always stays.
-        outside = probabilities.cumsum(-1) - probabilities >= top_p
-        values[order[outside]] = _NEGATIVE
-    if min_p > 0:
-        values[values < values.max() + np.log(min_p)] = _NEGATIVE
-    return values
+# Of Philox.
+_LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEP0, _STEP1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+# Of log.
+_SQRT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
+_LN2 = math.log(2)
+# Of weigh.
+_LIGHTEST = np.float32(-UNIT_BITS - 0.25)  # 2**this is less than one unit, which is nothing
+_TO_WHOLE = np.float32(1.5 * 2**23)
+_TO_EXPONENT = np.int32(UNIT_BITS + 127 - 0x4B400000)  # which are the bits of _TO_WHOLE
+_C0, _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(_LN2**n / math.factorial(n)) for n in range(7))
+_MAX_NOISE = 22.9
+_NEGATIVE = np.float32(-np.inf)
+# Of infinities, as integers in the order of floats.
+_HIGHEST, _LOWEST = np.int32(0x7F800000), np.int32(0x7F800000 ^ -1)
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """One token per row; ``logits`` is ``[num_rows, vocab_size]``.
+    """One token per row, or NO_TOKEN; ``logits`` is ``[num_rows, vocab_size]``, float32 or less."""
+    if logits.device.type != "cpu" and all(_is_argmax(row) for row in rows):
+        finite = logits.amax(-1).isfinite()
+        tokens: list[int] = logits.argmax(-1).where(finite, NO_TOKEN).tolist()
+        return tokens
+    host = logits.float().cpu().contiguous().numpy()
+    masked: list[int] = []
+    numbers, factors = [], []
+    for row in rows:
+        params = row.params
+        first = len(masked)
+        if masks_stop_ids(row):
+            masked += params.stop_ids
+        numbers.append((params.seed, params.choice, row.end, params.top_k, first, len(masked)))
+        scale = scale_of(params.temperature) if params.temperature else 0.0
+        floor = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        factors.append((scale, weight_scale(scale), params.top_p, floor))
+    chosen = np.empty(len(rows), np.int64)
+    _sample_rows(
+        host,
+        np.array(numbers, np.uint64),
+        np.array(factors, np.float64),
+        np.array(masked, np.int64),
+        chosen,
+    )
+    return chosen.tolist()
 
-    NO_TOKEN where they are not finite: an argmax would take the first NaN for the best.
+
+def _is_argmax(row: Row) -> bool:
+    return row.params.temperature == 0 and not masks_stop_ids(row)
+
+
+def masks_stop_ids(row: Row) -> bool:
+    """Whether the answer is still too short to end."""
+    return bool(row.params.stop_ids) and row.end - row.num_prompt < row.params.min_tokens
+
+
+def scale_of(temperature: float) -> float:
+    """What logits are multiplied with. Finite, since 0 times infinity is not a number."""
+    return min(1 / temperature, sys.float_info.max)
+
+
+def weight_scale(scale: float) -> np.float32:
+    """The same for :func:`weigh`, which counts in powers of two."""
+    limits = np.finfo(np.float32)
+    return np.float32(min(max(scale / _LN2, float(limits.tiny)), float(limits.max)))
+
+
+# --- functions of numbers: of scalars in kernels, of arrays in the reference ----------------------
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _called(function: _Function) -> _Function:
+    """Let kernels call it too."""
+    known: _Function = register_jitable(function)
+    return known
+
+
+def _inlined(function: _Function) -> _Function:
+    """The same, inlined by numba: LLVM inlines when it is too late for vectors."""
+    known: _Function = register_jitable(inline="always")(function)
+    return known
+
+
+@_inlined
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-10: four u32 words of a counter and a key of two, all held in u64."""
+    for _ in range(10):
+        p0, p1 = _M0 * c0, _M1 * c2
+        c0, c1, c2, c3 = (p1 >> _HIGH) ^ c1 ^ k0, p1 & _LOW, (p0 >> _HIGH) ^ c3 ^ k1, p0 & _LOW
+        k0 = (k0 + _STEP0) & _LOW
+        k1 = (k1 + _STEP1) & _LOW
+    return c0, c1, c2, c3
+
+
+@_called
+def log(x: Any) -> Any:
+    """The natural logarithm of positive, normal doubles, within a few units of the last place."""
+    bits = np.float64(x).view(np.int64)
+    exponent = (bits - _SQRT_HALF) >> 52
+    mantissa = np.int64(bits - (exponent << 52)).view(np.float64)  # from sqrt(1/2) to sqrt(2)
+    s = (mantissa - 1.0) / (mantissa + 1.0)  # log(mantissa) = 2 atanh(s)
+    z = s * s
+    series = 1 / 17 + z * (1 / 19 + z * (1 / 21))
+    series = 1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15 + z * series)))
+    series = 1 / 3 + z * (1 / 5 + z * (1 / 7 + z * series))
+    return exponent * _LN2 + (2.0 * s + 2.0 * s * (z * series))
+
+
+@_called
+def gumbel(word: Any) -> Any:
+    """Standard Gumbel noise of a random u32: between -3.2 and 22.9, rising with the word."""
+    uniform = (np.float64(word) + 0.5) * 2.0**-32  # never 0 or 1
+    return -log(-log(uniform))
+
+
+@_inlined
+def weigh(logit: Any, summit: Any, scale: Any) -> Any:
+    """``exp(scaled logit)`` in units, cut to i32. All is float32; for the scale see
+    :func:`weight_scale`.
+
+    2**t is 2**whole * 2**part: the first are bits of a float, the second a series of its logarithm.
+    The relative error is below 1e-6.
     """
-    tokens: list[int] = logits.argmax(-1).tolist()
-    finite = logits.amax(-1).isfinite().tolist()
-    for index, row in enumerate(rows):
-        if not finite[index]:
-            tokens[index] = NO_TOKEN
-        elif row.params.temperature > 0 or row.end - row.num_prompt < row.params.min_tokens:
-            tokens[index] = int(scores(logits[index], row).argmax())
-    return tokens
+    t = np.maximum((logit - summit) * scale, _LIGHTEST)
+    shifted = t + _TO_WHOLE  # in the last bits of this is t, rounded
+    part = t - (shifted - _TO_WHOLE)
+    whole = np.int32((np.float32(shifted).view(np.int32) + _TO_EXPONENT) << 23).view(np.float32)
+    series = _C3 + part * (_C4 + part * (_C5 + part * _C6))
+    return np.int32((_C0 + part * (_C1 + part * (_C2 + part * series))) * whole)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@njit
+def _find_bests(x, bests):  # type: ignore[no-untyped-def]
+    """The best of each block, and of all; NaN when there is one.
+
+    By integers in the order of the floats that have the same bits: a maximum of floats makes no
+    vector instructions, since NaN has no place among them. Among integers it has, at both ends.
+    """
+    bits, order = x.view(np.int32), bests.view(np.int32)
+    lowest, highest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+    for b in range(len(bests)):
+        best = np.int32(-0x80000000)
+        for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
+            place = np.int32(bits[i] ^ ((bits[i] >> 31) & np.int32(0x7FFFFFFF)))
+            best = max(best, place)
+            lowest = min(lowest, place)
+        highest = max(highest, best)
+        order[b] = best ^ ((best >> 31) & np.int32(0x7FFFFFFF))
+    if lowest < _LOWEST or highest > _HIGHEST:
+        return np.float32(np.nan)
+    summit = bests[0]
+    for best in bests:
+        summit = max(summit, best)
+    return summit
+
+
+@njit
+def _first_of(x, bests, value):  # type: ignore[no-untyped-def]
+    """Where the best of all is first."""
+    for b in range(len(bests)):
+        if bests[b] == value:
+            for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
+                if x[i] == value:
+                    return i
+    return -1
+
+
+@njit
+def _kth(x, bests, k):  # type: ignore[no-untyped-def]
+    """The k-th largest logit. As many blocks have a best that is at least the k-th best of them,
+    so no logit below that is looked at.
+    """
+    bound = _NEGATIVE
+    if k <= len(bests):
+        bound = _select(bests.copy(), np.ones(len(bests), np.int32), len(bests), 0, float(k))
+    values = np.empty(len(x), np.float32)
+    count = 0
+    for b in range(len(bests)):
+        if bests[b] >= bound:
+            for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
+                if x[i] >= bound:
+                    values[count] = x[i]
+                    count += 1
+    return _select(values, np.ones(count, np.int32), count, 0, float(k))
+
+
+@njit
+def _nucleus(x, bests, summit, scale, top_p, cut):  # type: ignore[no-untyped-def]
+    """The smallest logit of those that have less than ``top_p`` of the weight above them; weights
+    are of logits from ``cut`` on. Looked for in bands, from above, each deeper than the last.
+    """
+    needed = top_p * _mass(x, bests, summit, scale, cut)
+    values, weights = np.empty(len(x), np.float32), np.empty(len(x), np.int32)
+    above = np.int64(0)
+    high, low = np.float32(1), np.float32(-4)  # of t in :func:`weigh`
+    while True:
+        count, inside = 0, np.int64(0)
+        for b in range(len(bests)):
+            if bests[b] < cut or (bests[b] - summit) * scale < low:
+                continue
+            for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
+                if low <= (x[i] - summit) * scale < high and x[i] >= cut:
+                    values[count], weights[count] = x[i], weigh(x[i], summit, scale)
+                    inside += weights[count]
+                    count += 1
+        if above + inside >= needed:
+            return _select(values, weights, count, above, needed)
+        above += inside
+        high, low = low, low + low
+
+
+@njit
+def _mass(x, bests, summit, scale, cut):  # type: ignore[no-untyped-def]
+    """The weight of all logits from ``cut`` on."""
+    weights = np.empty(BLOCK, np.int32)
+    mass = np.int64(0)
+    for b in range(len(bests)):
+        if bests[b] < cut or (bests[b] - summit) * scale < _LIGHTEST:
+            continue
+        first = b * BLOCK
+        count = min(BLOCK, len(x) - first)
+        for i in range(count):  # apart from the sum, so that it is done in vectors of floats
+            weight = weigh(x[first + i], summit, scale)
+            weights[i] = weight if x[first + i] >= cut else np.int32(0)
+        for i in range(count):
+            mass += weights[i]
+    return mass
+
+
+@njit
+def _select(values, weights, count, above, needed):  # type: ignore[no-untyped-def]
+    """The largest value such that ``above`` and the weights of all from it on reach ``needed``,
+    which those of all do. Changes the arrays' order: a quickselect.
+    """
+    first, end = 0, count
+    while True:
+        a, b, c = values[first], values[(first + end) // 2], values[end - 1]
+        pivot = max(min(a, b), min(max(a, b), c))
+        greater, equal, lesser = first, first, end  # where each part ends, or begins
+        more, same = np.int64(0), np.int64(0)
+        while equal < lesser:
+            value, weight = values[equal], weights[equal]
+            if value < pivot:
+                lesser -= 1
+                values[equal], weights[equal] = values[lesser], weights[lesser]
+                values[lesser], weights[lesser] = value, weight
+                continue
+            if value > pivot:
+                values[equal], weights[equal] = values[greater], weights[greater]
+                values[greater], weights[greater] = value, weight
+                greater += 1
+                more += weight
+            else:
+                same += weight
+            equal += 1
+        if greater > first and above + more >= needed:
+            end = greater
+        elif above + more + same >= needed or lesser == end:
+            return pivot
+        else:
+            above += more + same
+            first = lesser
+
+
+@njit
+def _winner(x, bests, summit, scale, cut, floor, numbers):  # type: ignore[no-untyped-def]
+    """The token with the highest score of those from ``cut`` and the scaled ``floor`` on."""
+    words = np.empty((4, BLOCK // 4), np.uint32)
+    winner = _first_of(x, bests, summit)
+    _draw(numbers, winner // BLOCK, words)
+    score = gumbel(words[winner % 4, winner % BLOCK // 4])
+    for b in range(len(bests)):
+        scaled = (np.float64(bests[b]) - summit) * scale
+        if bests[b] < cut or scaled < floor or scaled + _MAX_NOISE < score:
+            continue
+        highest = _draw(numbers, b, words)
+        # Noise is at most -log(1 - uniform), so this is how close to its end a word has to be.
+        margin = math.exp(min(scaled - score, 0.0)) * 2.0**32 * 1.001 + 1
+        needed = np.int64(0xFFFFFFFF) - np.int64(margin)
+        if highest < needed:
+            continue
+        for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
+            word = words[i % 4, i % BLOCK // 4]
+            scaled = (np.float64(x[i]) - summit) * scale
+            if word >= needed and x[i] >= cut and scaled >= floor:
+                new = scaled + gumbel(word)
+                if new > score or (new == score and i < winner):
+                    winner, score = i, new
+    return winner
+
+
+@njit
+def _draw(numbers, block, words):  # type: ignore[no-untyped-def]
+    """The random words of one block of tokens, that of token ``4 j + i`` at ``[i, j]``; returns the
+    highest. That all is below 2**32 is said to the compiler, which then multiplies in vectors.
+    """
+    seed, choice, position = numbers[0], numbers[1] & _LOW, numbers[2] & _LOW
+    low, high = seed & _LOW, seed >> _HIGH
+    for j in range(BLOCK // 4):
+        group = np.uint64(block * (BLOCK // 4) + j) & _LOW
+        drawn = philox(group, position, choice, np.uint64(0), low, high)
+        words[0, j], words[1, j], words[2, j], words[3, j] = drawn
+    highest = np.uint32(0)
+    for i in range(4):
+        for j in range(BLOCK // 4):
+            highest = max(highest, words[i, j])
+    return np.int64(highest)
+
+
+@njit
+def _sample_row(x, numbers, factors, masked):  # type: ignore[no-untyped-def]
+    scale, weight_scale, top_p, floor = factors[0], np.float32(factors[1]), factors[2], factors[3]
+    top_k = np.int64(numbers[3])
+    bests = np.empty((len(x) + BLOCK - 1) // BLOCK, np.float32)
+    summit = _find_bests(x, bests)
+    if len(masked) and np.isfinite(summit):
+        x = x.copy()
+        for token in masked:
+            if token < len(x):
+                x[token] = _NEGATIVE
+        summit = _find_bests(x, bests)
+    if not np.isfinite(summit):
+        return NO_TOKEN
+    if scale == 0:
+        return _first_of(x, bests, summit)
+    cut = _NEGATIVE
+    if 0 < top_k < len(x):
+        cut = _kth(x, bests, top_k)
+    if top_p < 1:
+        cut = _nucleus(x, bests, summit, weight_scale, top_p, cut)
+    return _winner(x, bests, summit, scale, cut, floor, numbers)
+
+
+@njit(
+    "void(float32[:, ::1], uint64[:, ::1], float64[:, ::1], int64[::1], int64[::1])",
+    parallel=True,
+    nogil=True,
+    cache=True,
+)
+def _sample_rows(logits, numbers, factors, masked, chosen):  # type: ignore[no-untyped-def]
+    for r in prange(len(logits)):
+        first, end = np.int64(numbers[r, 4]), np.int64(numbers[r, 5])
+        chosen[r] = _sample_row(logits[r], numbers[r], factors[r], masked[first:end])

@@ -25,7 +25,7 @@ from services.engine.engine import Engine
 from services.engine.model import Model
 from services.engine.model_config import ModelError, read_config
 from services.engine.runner import ModelRunner
-from services.engine.sampler import scores
+from services.engine.sampler_reference import scores
 from services.engine.scheduler import Output, Row
 from services.engine.sequence import Key, SamplingParams
 from services.engine.weights import random_weights, read_weights

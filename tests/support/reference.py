@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.engine.sampler import gumbel_noise
+from services.engine.sampler_reference import gumbel_noise
 
 TOLERANCE = 1e-3
 
@@ -63,7 +63,7 @@ class Judge:
             scores = row
             if temperature:
                 noise = gumbel_noise(row.numel(), seed, choice, len(prompt) + index)
-                scores = row / temperature + noise
+                scores = row / temperature + torch.as_tensor(noise)
             token, best = answer[index], int(scores.argmax())
             gap = float(scores[best] - scores[token])
             assert gap <= TOLERANCE, (
