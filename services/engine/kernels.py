@@ -122,12 +122,7 @@ def _emit(
             b.store(total, places[r][v], align=4)
 
 
-@intrinsic
-def widen(typing: Any, w: Any, scale: Any, out: Any, count: Any) -> Any:
-    """``widen(w, scale, out, count)``: ``out`` float32 is ``w`` times ``scale``, int8 ``[count, 2 *
-    LANES]`` by a float32 for each column.
-    """
-
+def _widen(typing: Any, w: Any, scale: Any, out: Any, count: Any) -> Any:
     def generate(context: Any, b: Value, signature: Any, args: Any) -> Value:
         w, scale, out, count = args
         w, scale, out = (
@@ -143,6 +138,12 @@ def widen(typing: Any, w: Any, scale: Any, out: Any, count: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+widen: Callable[..., None] = intrinsic(_widen)
+"""``widen(w, scale, out, count)``: ``out`` float32 is ``w`` times ``scale``, int8 ``[count, 2 *
+LANES]`` by a float32 for each column.
+"""
 
 
 def _at(b: Value, pointer: Value, stride: Value, row: int) -> Value:

@@ -7,7 +7,7 @@ from services.engine.attention import batch_order
 from services.engine.kernels import use_threads
 from services.engine.model import Model
 from services.engine.sampler import sample
-from services.engine.scheduler import Plan
+from services.engine.scheduler import NO_TOKEN, Plan
 
 
 class ModelRunner:
@@ -28,25 +28,27 @@ class ModelRunner:
         device = self.region.spans.device
         order = batch_order(plan.rows)
         rows = [plan.rows[i] for i in order]
-        ids = torch.tensor([token for row in rows for token in row.ids], device=device)
-        positions = torch.tensor(
-            [p for row in rows for p in range(row.start, row.end)], device=device
-        )
-        attention = self.model.plan(rows, self.region.layout.block_size)
-        hidden = self.model.forward(ids, positions, self.region.kv, attention)
-        tokens = [-1] * len(rows)
-        last, sampling = [], []
-        end = 0
-        for index, row in zip(order, rows, strict=True):
-            end += len(row.ids)
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []  # of the rows that sample, among the step's tokens
+        for row in rows:
+            ids += row.ids
+            positions += range(row.start, row.end)
             if row.sample:
-                last.append(end - 1)
-                sampling.append((index, row))
-        if sampling:
-            logits = self.model.logits(hidden[torch.tensor(last, device=device)])
-            for (index, _), token in zip(
-                sampling, sample(logits, [row for _, row in sampling]), strict=True
-            ):
+                last.append(len(ids) - 1)
+        hidden = self.model.forward(
+            torch.tensor(ids, device=device),
+            torch.tensor(positions, device=device),
+            self.region.kv,
+            self.model.plan(rows, self.region.layout.block_size),
+        )
+        tokens = [NO_TOKEN] * len(rows)
+        if last:
+            if len(last) < len(ids):
+                hidden = hidden[torch.tensor(last, device=device)]
+            chosen = sample(self.model.logits(hidden), [row for row in rows if row.sample])
+            places = (index for index in order if plan.rows[index].sample)
+            for index, token in zip(places, chosen, strict=True):
                 tokens[index] = token
         return tokens
 
@@ -59,9 +61,10 @@ class ModelRunner:
 
     def publish(self, opened: tuple[tuple[int, int], ...], sealed: list[tuple[int, int]]) -> None:
         """Make block generations visible to peers: opened before, sealed after their writes."""
-        self.region.open(self.epoch, opened)
-        self.region.seal(self.epoch, sealed, self.checksums)
+        if opened:
+            self.region.open(self.epoch, opened)
         if sealed:
+            self.region.seal(self.epoch, sealed, self.checksums)
             # Whoever hears of these blocks next may let a peer read them: their writes must be over
             # then, and in a step that samples nothing no one has waited for them yet.
             self._wait()

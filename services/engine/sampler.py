@@ -16,6 +16,7 @@ from numba import njit, prange
 from numba.extending import register_jitable
 from torch import Tensor
 
+from services.engine.compiled import compiled
 from services.engine.scheduler import NO_TOKEN, Row
 
 BLOCK = 64  # logits; a multiple of the four that share a Philox counter
@@ -359,11 +360,8 @@ def _sample_row(x, numbers, factors, masked):  # type: ignore[no-untyped-def]
     return _winner(x, bests, summit, scale, cut, floor, numbers)
 
 
-@njit(
-    "void(float32[:, ::1], uint64[:, ::1], float64[:, ::1], int64[::1], int64[::1])",
-    parallel=True,
-    nogil=True,
-    cache=True,
+@compiled(
+    "void(float32[:, ::1], uint64[:, ::1], float64[:, ::1], int64[::1], int64[::1])", parallel=True
 )
 def _sample_rows(logits, numbers, factors, masked, chosen):  # type: ignore[no-untyped-def]
     for r in prange(len(logits)):

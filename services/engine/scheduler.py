@@ -162,8 +162,11 @@ class Scheduler:
         """
         budget = Budget(self.token_budget, self.chunk_budget)
         rows: list[Row] = []
-        chunked = [seq for seq in self.running if seq.num_lacking > 1]
-        for seq in [seq for seq in self.running if seq.num_lacking == 1]:
+        decoding: list[Sequence] = []
+        chunked: list[Sequence] = []
+        for seq in self.running:
+            (decoding if seq.num_lacking == 1 else chunked).append(seq)
+        for seq in decoding:
             # A younger one may have been preempted for an older one's sake.
             if budget.tokens > 0 and seq.status is Status.RUNNING and self._grow(seq):
                 rows.append(self._row(seq, budget.take(1)))
@@ -190,12 +193,13 @@ class Scheduler:
         self.stats.steps += 1
         for row, token in zip(plan.rows, tokens, strict=True):
             seq = by_key[row.key]
-            prompt_part = min(row.end, seq.num_prompt) - min(row.start, seq.num_prompt)
-            self.stats.computed_prompt_tokens += prompt_part
+            end = row.end
+            if row.start < seq.num_prompt:
+                self.stats.computed_prompt_tokens += min(end, seq.num_prompt) - row.start
             if row.sample and token == NO_TOKEN:
                 outputs.append(self._discard(seq))
                 continue
-            sealed += self._advance(seq, row.end)
+            sealed += self._advance(seq, end)
             if row.sample:
                 outputs.append(self._append(seq, token))
                 if seq.status is Status.HELD:
@@ -215,15 +219,16 @@ class Scheduler:
         itself.
         """
         need = self.blocks_for(seq.num_tokens) - len(seq.blocks)
+        if need <= 0:
+            return True
         while need > self.pool.num_available:
             victim = self._victim()
             self._preempt(victim)
             if victim is seq:
                 return False
-        if need > 0:
-            blocks = self.pool.allocate(need)
-            assert blocks is not None
-            seq.blocks += blocks
+        blocks = self.pool.allocate(need)
+        assert blocks is not None
+        seq.blocks += blocks
         return True
 
     def _admit(self, budget: Budget, now: float) -> list[Row]:
@@ -324,13 +329,14 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, end: int) -> list[tuple[int, int]]:
         """Tokens up to ``end`` have KV now: seal and name the blocks that became full."""
+        first, full = seq.num_computed // self.block_size, end // self.block_size
+        seq.num_computed = end
         sealed = []
-        for index in range(seq.num_computed // self.block_size, end // self.block_size):
+        for index in range(first, full):
             block = seq.blocks[index]
             if self.pool.generations[block] % 2:
                 sealed.append((block, self.pool.seal(block)))
                 self.pool.name(block, seq.name_block(index, self.block_size))
-        seq.num_computed = end
         return sealed
 
     def _append(self, seq: Sequence, token: int) -> Output:
