@@ -31,6 +31,7 @@ _STEP0, _STEP1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _SQRT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 _LN2 = math.log(2)
 # Of weigh.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _LIGHTEST = np.float32(-UNIT_BITS - 0.25)  # 2**this is less than one unit, which is nothing
 _TO_WHOLE = np.float32(1.5 * 2**23)
 _TO_EXPONENT = np.int32(UNIT_BITS + 127 - 0x4B400000)  # which are the bits of _TO_WHOLE
@@ -86,8 +87,7 @@ def scale_of(temperature: float) -> float:
 
 def weight_scale(scale: float) -> np.float32:
     """The same for :func:`weigh`, which counts in powers of two."""
-    limits = np.finfo(np.float32)
-    return np.float32(min(max(scale / _LN2, float(limits.tiny)), float(limits.max)))
+    return np.float32(min(max(scale / _LN2, _SMALLEST), _LARGEST))
 
 
 # --- functions of numbers: of scalars in kernels, of arrays in the reference ----------------------
