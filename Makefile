@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers clean
+	bench-engine bench-peers bench-step clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ bench-engine: dev  ## the engine against the machine's ceilings and transformers
 
 bench-peers: dev  ## the same with llama.cpp (built from source, once) and any server by --url NAME=URL
 	$(BIN)/python -m tests.bench_peers $(ARGS)
+
+bench-step: dev  ## what a step costs outside the model, by part
+	$(BIN)/python -m tests.bench_step $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,6 +37,7 @@ _TO_WHOLE = np.float32(1.5 * 2**23)
 _TO_EXPONENT = np.int32(UNIT_BITS + 127 - 0x4B400000)  # which are the bits of _TO_WHOLE
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(_LN2**n / math.factorial(n)) for n in range(7))
 _MAX_NOISE = 22.9
+_BAND = np.float32(3)  # of weights within a factor of eight
 _NEGATIVE = np.float32(-np.inf)
 # Of infinities, as integers in the order of floats.
 _HIGHEST, _LOWEST = np.int32(0x7F800000), np.int32(0x7F800000 ^ -1)
@@ -216,12 +217,12 @@ def _kth(x, bests, k):  # type: ignore[no-untyped-def]
 @njit
 def _nucleus(x, bests, summit, scale, top_p, cut):  # type: ignore[no-untyped-def]
     """The smallest logit of those that have less than ``top_p`` of the weight above them; weights
-    are of logits from ``cut`` on. Looked for in bands, from above, each deeper than the last.
+    are of logits from ``cut`` on. Looked for in bands, from above.
     """
     needed = top_p * _mass(x, bests, summit, scale, cut)
     values, weights = np.empty(len(x), np.float32), np.empty(len(x), np.int32)
     above = np.int64(0)
-    high, low = np.float32(1), np.float32(-4)  # of t in :func:`weigh`
+    high, low = np.float32(1), -_BAND  # of t in :func:`weigh`
     while True:
         count, inside = 0, np.int64(0)
         for b in range(len(bests)):
@@ -235,7 +236,7 @@ def _nucleus(x, bests, summit, scale, top_p, cut):  # type: ignore[no-untyped-de
         if above + inside >= needed:
             return _select(values, weights, count, above, needed)
         above += inside
-        high, low = low, low + low
+        high, low = low, low - _BAND
 
 
 @njit
