@@ -123,6 +123,19 @@ def test_a_sequence_does_not_depend_on_its_company_or_on_threads() -> None:
         assert torch.equal(got, expected)
 
 
+def test_a_prompt_does_not_depend_on_how_it_is_cut() -> None:
+    """Bit for bit as well: in one chunk, in several, and token by token."""
+    ours = model()
+    whole_pool, pool = Pool(), Pool()
+    whole = whole_pool.run(ours, [whole_pool.row(90)])[0]
+    pieces, start, blocks = [], 0, pool.row(90).blocks
+    for size in (7, 1, 1, 40, 1, 16, 1, 23):
+        pieces += pool.run(ours, [pool.row(size, start, blocks)])
+        start += size
+    assert start == 90
+    assert torch.equal(torch.cat(pieces), whole)
+
+
 def test_what_does_not_fit_takes_the_plain_way() -> None:
     assert model(middle=70).cpu_layers is None  # not whole vectors
     assert model(replace(SHAPE, head_dim=20)).cpu_layers is None
