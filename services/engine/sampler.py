@@ -23,6 +23,9 @@ BLOCK = 64  # logits; a multiple of the four that share a Philox counter
 UNIT_BITS = 30
 """A best token weighs ``2**UNIT_BITS``. 2**18 of them add up to what a double holds exactly."""
 
+LIGHTEST = np.float32(-UNIT_BITS - 0.25)
+"""As a power of two: less than one unit, which is nothing."""
+
 # Of Philox.
 _LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -32,10 +35,11 @@ _SQRT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 _LN2 = math.log(2)
 # Of weigh.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-_LIGHTEST = np.float32(-UNIT_BITS - 0.25)  # 2**this is less than one unit, which is nothing
 _TO_WHOLE = np.float32(1.5 * 2**23)
 _TO_EXPONENT = np.int32(UNIT_BITS + 127 - 0x4B400000)  # which are the bits of _TO_WHOLE
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(_LN2**n / math.factorial(n)) for n in range(7))
+_GROUPS = BLOCK // 4
+_AT_ONCE = 16  # blocks
 _MAX_NOISE = 22.9
 _BAND = np.float32(3)  # of weights within a factor of eight
 _NEGATIVE = np.float32(-np.inf)
@@ -87,7 +91,7 @@ def scale_of(temperature: float) -> float:
 
 
 def weight_scale(scale: float) -> np.float32:
-    """The same for :func:`weigh`, which counts in powers of two."""
+    """The same in powers of two, for what :func:`weigh` takes."""
     return np.float32(min(max(scale / _LN2, _SMALLEST), _LARGEST))
 
 
@@ -141,14 +145,12 @@ def gumbel(word: Any) -> Any:
 
 
 @_inlined
-def weigh(logit: Any, summit: Any, scale: Any) -> Any:
-    """``exp(scaled logit)`` in units, cut to i32. All is float32; for the scale see
-    :func:`weight_scale`.
+def weigh(t: Any) -> Any:
+    """``2**t`` in units, cut to i32, for float32 from LIGHTEST to 0: a scaled logit's distance from
+    the best, see :func:`weight_scale`. The relative error is below 1e-6.
 
-    2**t is 2**whole * 2**part: the first are bits of a float, the second a series of its logarithm.
-    The relative error is below 1e-6.
+    It is 2**whole * 2**part: the first are bits of a float, the second a series of its logarithm.
     """
-    t = np.maximum((logit - summit) * scale, _LIGHTEST)
     shifted = t + _TO_WHOLE  # in the last bits of this is t, rounded
     part = t - (shifted - _TO_WHOLE)
     whole = np.int32((np.float32(shifted).view(np.int32) + _TO_EXPONENT) << 23).view(np.float32)
@@ -229,8 +231,9 @@ def _nucleus(x, bests, summit, scale, top_p, cut):  # type: ignore[no-untyped-de
             if bests[b] < cut or (bests[b] - summit) * scale < low:
                 continue
             for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
-                if low <= (x[i] - summit) * scale < high and x[i] >= cut:
-                    values[count], weights[count] = x[i], weigh(x[i], summit, scale)
+                t = (x[i] - summit) * scale
+                if low <= t < high and x[i] >= cut:
+                    values[count], weights[count] = x[i], weigh(max(t, LIGHTEST))
                     inside += weights[count]
                     count += 1
         if above + inside >= needed:
@@ -242,19 +245,36 @@ def _nucleus(x, bests, summit, scale, top_p, cut):  # type: ignore[no-untyped-de
 @njit
 def _mass(x, bests, summit, scale, cut):  # type: ignore[no-untyped-def]
     """The weight of all logits from ``cut`` on."""
-    weights = np.empty(BLOCK, np.int32)
+    weights = np.empty(_AT_ONCE * BLOCK, np.int32)
     mass = np.int64(0)
-    for b in range(len(bests)):
-        if bests[b] < cut or (bests[b] - summit) * scale < _LIGHTEST:
-            continue
-        first = b * BLOCK
-        count = min(BLOCK, len(x) - first)
-        for i in range(count):  # apart from the sum, so that it is done in vectors of floats
-            weight = weigh(x[first + i], summit, scale)
-            weights[i] = weight if x[first + i] >= cut else np.int32(0)
-        for i in range(count):
+    end = 0
+    while end < len(bests):
+        first, end = _run(bests, end, summit, scale, LIGHTEST, cut)
+        part = x[first * BLOCK : end * BLOCK]
+        for i in range(len(part)):  # apart from the sum: these are vectors of floats
+            t = (part[i] - summit) * scale
+            weight = weigh(t if t > LIGHTEST else LIGHTEST)
+            weights[i] = weight if part[i] >= cut else np.int32(0)
+        for i in range(len(part)):
             mass += weights[i]
     return mass
+
+
+@njit
+def _run(bests, first, summit, scale, lowest, cut):  # type: ignore[no-untyped-def]
+    """The next blocks in a row, a few, whose best is from ``cut`` on and scaled from ``lowest`` on:
+    the first of them, and the one behind the last.
+    """
+    while first < len(bests) and not (
+        bests[first] >= cut and (bests[first] - summit) * scale >= lowest
+    ):
+        first += 1
+    end = first
+    while end < min(first + _AT_ONCE, len(bests)) and (
+        bests[end] >= cut and (bests[end] - summit) * scale >= lowest
+    ):
+        end += 1
+    return first, end
 
 
 @njit
@@ -295,44 +315,52 @@ def _select(values, weights, count, above, needed):  # type: ignore[no-untyped-d
 @njit
 def _winner(x, bests, summit, scale, cut, floor, numbers):  # type: ignore[no-untyped-def]
     """The token with the highest score of those from ``cut`` and the scaled ``floor`` on."""
-    words = np.empty((4, BLOCK // 4), np.uint32)
+    summit = np.float64(summit)
+    words = np.empty((4, _AT_ONCE * _GROUPS), np.uint32)
     winner = _first_of(x, bests, summit)
-    _draw(numbers, winner // BLOCK, words)
+    _draw(numbers, winner // BLOCK, 1, words)
     score = gumbel(words[winner % 4, winner % BLOCK // 4])
-    for b in range(len(bests)):
-        scaled = (np.float64(bests[b]) - summit) * scale
-        if bests[b] < cut or scaled < floor or scaled + _MAX_NOISE < score:
-            continue
-        highest = _draw(numbers, b, words)
-        # Noise is at most -log(1 - uniform), so this is how close to its end a word has to be.
-        margin = math.exp(min(scaled - score, 0.0)) * 2.0**32 * 1.001 + 1
-        needed = np.int64(0xFFFFFFFF) - np.int64(margin)
-        if highest < needed:
-            continue
-        for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
-            word = words[i % 4, i % BLOCK // 4]
-            scaled = (np.float64(x[i]) - summit) * scale
-            if word >= needed and x[i] >= cut and scaled >= floor:
-                new = scaled + gumbel(word)
-                if new > score or (new == score and i < winner):
-                    winner, score = i, new
+    end = 0
+    while end < len(bests):
+        lowest = max(floor, score - _MAX_NOISE)
+        first, end = _run(bests, end, summit, scale, lowest, cut)
+        _draw(numbers, first, end - first, words)
+        for b in range(first, end):
+            # Noise is at most -log(1 - uniform): this is how close to its end a word has to be.
+            odds = math.exp(min((bests[b] - summit) * scale - score, 0.0))
+            needed = np.int64(0xFFFFFFFF) - np.int64(odds * 2.0**32 * 1.001 + 1)
+            if _highest(words, b - first) < needed:
+                continue
+            for i in range(b * BLOCK, min(b * BLOCK + BLOCK, len(x))):
+                word = words[i % 4, i // 4 - first * _GROUPS]
+                scaled = (x[i] - summit) * scale
+                if word >= needed and x[i] >= cut and scaled >= floor:
+                    new = scaled + gumbel(word)
+                    if new > score or (new == score and i < winner):
+                        winner, score = i, new
     return winner
 
 
 @njit
-def _draw(numbers, block, words):  # type: ignore[no-untyped-def]
-    """The random words of one block of tokens, that of token ``4 j + i`` at ``[i, j]``; returns the
-    highest. That all is below 2**32 is said to the compiler, which then multiplies in vectors.
+def _draw(numbers, first, count, words):  # type: ignore[no-untyped-def]
+    """The random words of some blocks, that of their token ``4 j + i`` at ``[i, j]``.
+
+    That all is below 2**32 is said to the compiler, which then multiplies in vectors.
     """
     seed, choice, position = numbers[0], numbers[1] & _LOW, numbers[2] & _LOW
     low, high = seed & _LOW, seed >> _HIGH
-    for j in range(BLOCK // 4):
-        group = np.uint64(block * (BLOCK // 4) + j) & _LOW
+    for j in range(count * _GROUPS):
+        group = np.uint64(first * _GROUPS + j) & _LOW
         drawn = philox(group, position, choice, np.uint64(0), low, high)
         words[0, j], words[1, j], words[2, j], words[3, j] = drawn
+
+
+@njit
+def _highest(words, block):  # type: ignore[no-untyped-def]
+    """Of the words of one block."""
     highest = np.uint32(0)
     for i in range(4):
-        for j in range(BLOCK // 4):
+        for j in range(block * _GROUPS, block * _GROUPS + _GROUPS):
             highest = max(highest, words[i, j])
     return np.int64(highest)
 

@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.sampler import gumbel, masks_stop_ids, philox, scale_of, weigh, weight_scale
+from services.engine.sampler import (
+    LIGHTEST,
+    gumbel,
+    masks_stop_ids,
+    philox,
+    scale_of,
+    weigh,
+    weight_scale,
+)
 from services.engine.scheduler import NO_TOKEN, Row
 from services.engine.sequence import SamplingParams
 
@@ -68,9 +76,8 @@ def _stays(
         stays &= values >= np.partition(values, -params.top_k)[-params.top_k]
     if params.top_p < 1:
         narrow = values.astype(np.float32)
-        weights = np.where(
-            stays, weigh(narrow, narrow.max(), weight_scale(scale_of(params.temperature))), 0
-        )
+        t = (narrow - narrow.max()) * weight_scale(scale_of(params.temperature))
+        weights = np.where(stays, weigh(np.maximum(t, LIGHTEST)), 0)
         falling, place, count = np.unique(-values, return_inverse=True, return_counts=True)
         of_value = np.zeros(falling.size, dtype=np.int64)
         np.add.at(of_value, place, weights)  # as integers, which add up in any order

@@ -11,7 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from services.engine.sampler import BLOCK, UNIT_BITS, log, philox, sample, weigh, weight_scale
+from services.engine.sampler import (
+    BLOCK,
+    LIGHTEST,
+    UNIT_BITS,
+    log,
+    philox,
+    sample,
+    weigh,
+    weight_scale,
+)
 from services.engine.sampler_reference import gumbel_noise, sample_row, scores
 from services.engine.scheduler import NO_TOKEN, Row
 from services.engine.sequence import SamplingParams
@@ -280,7 +289,7 @@ def test_log_is_the_logarithm() -> None:
 @pytest.mark.parametrize("temperature", [0.01, 0.8, 1.0, 7.0])
 def test_weights_are_those_of_softmax(temperature: float) -> None:
     logits = np.linspace(-40.0, 0.0, 30_001).astype(np.float32) * np.float32(temperature)
-    weights = weigh(logits, np.float32(0), weight_scale(1 / temperature))
+    weights = weigh(np.maximum(logits * weight_scale(1 / temperature), LIGHTEST))
     expected = np.exp(logits.astype(np.float64) / temperature) * 2.0**UNIT_BITS
     assert weights.dtype == np.int32
     assert weights[-1] == 2**UNIT_BITS
