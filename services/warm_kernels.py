@@ -24,7 +24,9 @@ def compile_all() -> None:
     """In a process of its own, since it imports everything."""
     import services.engine.model
     import services.engine.sampler  # noqa: F401
+    from services.engine import compiled
 
+    compiled.compile_all()
     folder = kernel_folder()
     if folder.is_dir():
         (folder / COMPLETE).touch()

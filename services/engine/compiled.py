@@ -18,20 +18,34 @@ log = logging.getLogger(__name__)
 KEEP_S = 30 * 24 * 3600.0  # of a version that nobody has started since
 
 
+KERNELS: list[tuple[Any, str]] = []
+"""Every kernel that Python or another kernel's threads call, with the types it is called with."""
+
+
 def compiled(signature: str, parallel: bool = False) -> Callable[[Any], Any]:
-    """Decorator: compiled now, or read from the folder, for this signature. It runs without
-    Python's lock; ``parallel``: ``prange`` is shared by threads.
+    """Decorator: compiled, or read from the folder, at the first call. It runs without Python's
+    lock; ``parallel``: ``prange`` is shared by threads.
+
+    Not sooner, since numba starts its threads then, and a process that has them cannot fork.
     """
 
-    def compile_(function: Any) -> Any:
+    def wrap(function: Any) -> Any:
         how = {"parallel": parallel, "nogil": True}
         try:
-            return njit(signature, cache=True, **how)(function)
+            kernel = njit(cache=True, **how)(function)
         except (RuntimeError, OSError) as error:  # nowhere to keep it
             log.warning("%s is compiled at each start: %s", function.__name__, error)
-            return njit(signature, **how)(function)
+            kernel = njit(**how)(function)
+        KERNELS.append((kernel, signature))
+        return kernel
 
-    return compile_
+    return wrap
+
+
+def compile_all() -> None:
+    """Compile what is imported, as it will be called."""
+    for kernel, signature in KERNELS:
+        kernel.compile(signature)
 
 
 def _prepare(folder: Path) -> None:

@@ -40,7 +40,7 @@ def _product(x, x_stride, num_rows, num_inputs, weights, num_panels, out):  # ty
         multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out)
 
 
-@compiled("void(int64, int64, int64[:], int64[:], float64, float64)")
+@compiled("void(int64, int64, int64[::1], int64[::1], float64, float64)")
 def _run(table, num_layers, shape, step, eps, factor):  # type: ignore[no-untyped-def]
     hidden_size, num_heads, num_kv_heads, dim = shape[0], shape[1], shape[2], shape[3]
     middle, block_size = shape[4], shape[5]
@@ -100,7 +100,7 @@ def _columns(product: PackedLinear) -> list[int]:
 
 
 class CpuLayers:
-    """The layers of one model. Not to be called by two threads at a time."""
+    """The layers of one model; several engines may run it at once, in a thread each."""
 
     @staticmethod
     def fits(model: "Model") -> bool:

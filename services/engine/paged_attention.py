@@ -11,6 +11,7 @@ all tiles they see. A row that decodes has an item for each tile, so that one lo
 all threads; whoever finishes its last one adds them up.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,16 +46,23 @@ class PagedPlan:
     done: Ints  # [1 + num_tiles * num_kv_heads]: items taken; tiles finished, at a row's first
 
 
+class _Memory(threading.local):
+    """What the kernel writes to besides its result, for each thread that calls it."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0)
+        self.parts = torch.empty(0)
+
+
 class PagedAttention:
-    """Attention of one engine, for float32 KV on a CPU; for one thread at a time."""
+    """Attention of one engine, for float32 KV on a CPU; whichever threads call it."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self._share = num_heads // num_kv_heads
         self._item_tokens = max(1, CHUNK_ROWS // self._share // MAX_ROWS) * MAX_ROWS
         self._scratch_floats = scratch_floats(self._share, head_dim, self._item_tokens)
-        self._scratch = torch.empty(0)
-        self._parts = torch.empty(0)
+        self._memory = _Memory()
 
     def plan(self, rows: Sequence[Row], block_size: int) -> PagedPlan:
         """For rows in :func:`~services.engine.attention.batch_order`."""
@@ -80,18 +88,19 @@ class PagedAttention:
         They hold until the next call.
         """
         num_threads = get_num_threads()
-        if len(self._scratch) < num_threads * self._scratch_floats:
-            self._scratch = torch.empty(num_threads * self._scratch_floats)
+        memory = self._memory
+        if len(memory.scratch) < num_threads * self._scratch_floats:
+            memory.scratch = torch.empty(num_threads * self._scratch_floats)
         num_parts = plan.num_tiles * self.num_heads * (self.head_dim + 2)
-        if len(self._parts) < num_parts:
-            self._parts = torch.empty(2 * num_parts)
+        if len(memory.parts) < num_parts:
+            memory.parts = torch.empty(2 * num_parts)
         return (
             plan.blocks.ctypes.data,
             plan.items.ctypes.data,
             len(plan.items),
             plan.done.ctypes.data,
-            self._parts.data_ptr(),
-            self._scratch.data_ptr(),
+            memory.parts.data_ptr(),
+            memory.scratch.data_ptr(),
             self._scratch_floats,
             num_threads,
         )
@@ -127,7 +136,7 @@ class PagedAttention:
         return out
 
 
-@compiled("int64(int64[:, :], int64[::1], int64, int64, int64[:, :], int64[:, :])")
+@compiled("int64(int64[:, ::1], int64[::1], int64, int64, int64[:, ::1], int64[:, ::1])")
 def _list_items(shapes, blocks, block_size, item_tokens, slots, items):  # type: ignore[no-untyped-def]
     """Fill ``slots`` and ``items`` of :class:`PagedPlan`, and return the number of items, longest
     first. ``shapes``: tokens, position of the first one, and blocks of each row.
