@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.machine import calm_openmp
+from services.warm_kernels import warm_kernels
 
 TESTS = Path(__file__).parent
 
@@ -30,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(not item.path.is_relative_to(TESTS / "unit") for item in items):
+        # Workers that compile are slower to start than tests wait.
+        warm_kernels(lambda text: print(f"\n{text}"))
     for item in items:
         if item.path.is_relative_to(TESTS):
             item.add_marker(item.path.relative_to(TESTS).parts[0])
