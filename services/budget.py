@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from services.engine.config import EngineConfig
+from services.engine.kernel_folder import kernel_folder
 from services.engine.runner import ModelRunner
 from services.machine import processor_name
 from services.measure import cached, clamped, tokens_in_time
@@ -47,6 +48,7 @@ def budget_key(settings: WorkerSettings) -> dict[str, str | int]:
         "processor": torch.cuda.get_device_name() if on_cuda else processor_name(),
         "threads": config.threads,
         "product": _version(),
+        "kernels": kernel_folder().name,
     }
 
 
@@ -61,6 +63,5 @@ def _version() -> str:
 def first_layers(runner: ModelRunner, count: int) -> ModelRunner:
     """The runner with a model of the first layers only."""
     part = copy.copy(runner)
-    part.model = copy.copy(runner.model)
-    part.model.layers = runner.model.layers[:count]
+    part.model = runner.model.first_layers(count)
     return part

@@ -33,6 +33,7 @@ from router import wire
 from router.link import Link, WorkerServer, serve_worker
 from services.budget import with_budgets
 from services.decode import DecodeService
+from services.engine.compiled import compile_all
 from services.engine.engine import Engine
 from services.engine.footprint import num_bytes
 from services.engine.model import Model
@@ -159,6 +160,8 @@ class Worker:
             config.kv_blocks * self.layout.span_bytes / 2**20,
             config.kv_blocks,
         )
+        if config.device == "cpu":
+            compile_all()  # here, where it may take half a minute, and not in the middle of serving
         runner = ModelRunner(model, self.region, self.epoch, settings.checksums)
         self.engine = Engine(with_budgets(settings, runner), runner)
         outbox = Outbox(lambda batch: self._call_soon(self._deliver, batch))

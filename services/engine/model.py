@@ -5,6 +5,7 @@ Functions over flat tokens: ``ids`` and ``positions`` are ``[num_tokens]``, hidd
 Where keys and values are kept is the attention's business.
 """
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,13 @@ class Model:
         self.frequencies = frequencies(config, device)
         self.cpu_layers = CpuLayers(self) if CpuLayers.fits(self) else None
         source.warn_of_others()
+
+    def first_layers(self, count: int) -> "Model":
+        """A model of the first ones only, with the same weights: for timing."""
+        part = copy.copy(self)
+        part.layers = self.layers[:count]
+        part.cpu_layers = CpuLayers(part) if self.cpu_layers is not None else None
+        return part
 
     def plan(self, rows: Sequence[Row], block_size: int) -> AttentionPlan | PagedPlan:
         """For :meth:`forward`; ``rows`` in :func:`~services.engine.attention.batch_order`."""

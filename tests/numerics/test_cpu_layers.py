@@ -136,6 +136,17 @@ def test_a_prompt_does_not_depend_on_how_it_is_cut() -> None:
     assert torch.equal(torch.cat(pieces), whole)
 
 
+def test_the_first_layers_are_a_model_of_their_own() -> None:
+    ours = model()
+    fewer = model(replace(SHAPE, num_layers=2, window_layers=()))
+    pool, other = Pool(), Pool(replace(SHAPE, num_layers=2))
+    row = pool.row(30)
+    assert torch.equal(
+        pool.run(ours.first_layers(2), [row])[0], other.run(fewer, [other.row(30)])[0]
+    )
+    assert not torch.equal(pool.run(ours, [row])[0], pool.run(ours.first_layers(2), [row])[0])
+
+
 def test_what_does_not_fit_takes_the_plain_way() -> None:
     assert model(middle=70).cpu_layers is None  # not whole vectors
     assert model(replace(SHAPE, head_dim=20)).cpu_layers is None
