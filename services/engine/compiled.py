@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 from numba import njit
+from numba.core.sigutils import normalize_signature
 
 from services.engine.kernel_folder import kernel_folder
 
@@ -45,7 +46,8 @@ def compiled(signature: str, parallel: bool = False) -> Callable[[Any], Any]:
 def compile_all() -> None:
     """Compile what is imported, as it will be called."""
     for kernel, signature in KERNELS:
-        kernel.compile(signature)
+        # As a tuple of types: what was compiled for a text is not found by a call.
+        kernel.compile(normalize_signature(signature)[0])
 
 
 def _prepare(folder: Path) -> None:

@@ -130,7 +130,7 @@ class PagedAttention:
             items,
             num_items,
             window,
-            1 / sqrt(self.head_dim),
+            np.float32(1 / sqrt(self.head_dim)),
             *memory,
         )
         return out

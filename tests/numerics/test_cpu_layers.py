@@ -1,5 +1,8 @@
 """All layers in one compiled call, against the plain forward pass of the same model."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,9 +12,11 @@ from torch import Tensor
 from kvtransfer.layout import KVLayout
 from kvtransfer.region import Region
 from services.engine.attention import plan_attention
+from services.engine.compiled import KERNELS, compile_all
 from services.engine.kernels import use_threads
 from services.engine.model import Model
 from services.engine.model_config import ModelConfig
+from services.engine.sampler import sample
 from services.engine.scheduler import Row
 from services.engine.sequence import SamplingParams
 from services.engine.weights import random_weights
@@ -145,6 +150,47 @@ def test_the_first_layers_are_a_model_of_their_own() -> None:
         pool.run(ours.first_layers(2), [row])[0], other.run(fewer, [other.row(30)])[0]
     )
     assert not torch.equal(pool.run(ours, [row])[0], pool.run(ours.first_layers(2), [row])[0])
+
+
+def test_a_step_calls_what_was_compiled_before() -> None:
+    """Otherwise it would compile for half a minute in the middle of serving."""
+    compile_all()
+    before = {kernel.__name__: kernel.signatures for kernel, _ in KERNELS}
+    assert set(before) >= {"_run", "multiply", "multiply_int8", "_list_items", "_sample_rows"}
+    for int8 in (False, True):
+        ours = model(int8=int8)
+        pool = Pool()
+        rows = [pool.row(40), pool.row(1)]
+        hidden = pool.run(ours, rows)
+        logits = ours.logits(torch.stack([part[-1] for part in hidden]))
+        sample(
+            logits,
+            [
+                replace(row, params=replace(PARAMS, temperature=t))
+                for row, t in zip(rows, (0.0, 0.7), strict=True)
+            ],
+        )
+    assert {kernel.__name__: kernel.signatures for kernel, _ in KERNELS} == before
+
+
+CALLS = """
+import torch
+from services.engine.compiled import KERNELS
+from services.engine.linear import PackedLinear
+for int8 in (False, True):
+    PackedLinear(torch.ones(16, 16), int8=int8)(torch.ones(2, 16))
+print([sum(kernel.stats.cache_misses.values()) for kernel, _ in KERNELS])
+print([sum(kernel.stats.cache_hits.values()) for kernel, _ in KERNELS])
+"""
+
+
+def test_another_process_finds_what_was_compiled() -> None:
+    compile_all()
+    command = [sys.executable, "-c", CALLS]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    misses, hits = (json.loads(line) for line in said.splitlines())
+    assert sum(misses) == 0
+    assert sum(hits) == 2
 
 
 def test_what_does_not_fit_takes_the_plain_way() -> None:
