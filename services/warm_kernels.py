@@ -10,8 +10,13 @@ from services.engine.kernel_folder import COMPLETE, kernel_folder
 
 def warm_kernels(report: Callable[[str], None]) -> None:
     """Compile what this machine has not compiled yet; raises ConfigError when that fails."""
-    if (kernel_folder() / COMPLETE).exists():
+    folder = kernel_folder()
+    if (folder / COMPLETE).exists():
         return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # each worker compiles for itself, and says why
     report("compiling kernels for this processor, once: half a minute on two cores")
     code = "from services.warm_kernels import compile_all; compile_all()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

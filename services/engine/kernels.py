@@ -10,6 +10,8 @@ multiply-add.
 Addresses are plain integers (``array.ctypes.data``), strides count elements. Nothing is checked.
 """
 
+import importlib
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -18,6 +20,8 @@ from llvmlite import ir
 from numba import carray, config, njit, set_num_threads, types
 from numba.core.cgutils import for_range, get_or_insert_function
 from numba.extending import intrinsic
+
+log = logging.getLogger(__name__)
 
 LANES = 8
 MAX_ROWS = 6  # with two vectors: 12 sums, 2 of w, 1 of x are 15 of the 16 registers of AVX2
@@ -184,7 +188,18 @@ def _view(kind: Any) -> Callable[..., Any]:
 
 def use_threads(count: int) -> None:
     """Kernels that this thread calls run on ``count`` threads, at most one per processor."""
-    set_num_threads(min(count, config.NUMBA_NUM_THREADS))
+    set_num_threads(min(count, config.NUMBA_NUM_THREADS) if _has_openmp() else 1)
+
+
+@lru_cache
+def _has_openmp() -> bool:
+    """Without it numba has threads that end the process when two engines of it compute at once."""
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError as error:
+        log.warning("kernels run on one thread each, since numba has no OpenMP: %s", error)
+        return False
+    return True
 
 
 floats = _view(types.float32)

@@ -77,6 +77,8 @@ class PackedLinear:
             self.bias = torch.nn.functional.pad(bias.float(), (0, lacking)).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.num_inputs:
+            raise ValueError(f"{x.shape[1]} inputs for weights of {self.num_inputs}")
         if x.stride(-1) != 1:
             x = x.contiguous()
         num_rows, num_panels = len(x), len(self.panels)

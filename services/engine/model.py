@@ -81,10 +81,15 @@ class _Source:
         added = [self.get(f"{prefix}.{name}_proj.bias", n) for name, n in outputs.items() if bias]
         return product(torch.cat(weight), torch.cat(added) if added else None, int8=self.int8)
 
+    def middle(self, hidden: int) -> int:
+        """Width of the first layer's MLP: that of all."""
+        return len(self.get("model.layers.0.mlp.gate_proj.weight", -1, hidden))
+
     def layer(self, config: ModelConfig, index: int) -> Layer:
         """The weights of one block."""
         hidden, dim = config.hidden_size, config.head_dim
         queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+        middle = config.intermediate_size or self.middle(hidden)
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         qk_norm = None
@@ -101,8 +106,8 @@ class _Source:
             window=config.window if index in config.window_layers else 0,
             output=self.product(attention, {"o": hidden}, queries, config.output_bias),
             post_norm=self.get(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self.product(mlp, {"gate": -1, "up": -1}, hidden, config.mlp_bias),
-            down=self.product(mlp, {"down": hidden}, -1, config.mlp_bias),
+            gate_up=self.product(mlp, {"gate": middle, "up": middle}, hidden, config.mlp_bias),
+            down=self.product(mlp, {"down": hidden}, middle, config.mlp_bias),
         )
 
     def warn_of_others(self) -> None:

@@ -51,6 +51,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     tied_head: bool
+    intermediate_size: int = 0  # of the MLP; 0: what the weights of the first layer have
     rope_scaling: RopeScaling | None = None
     unrotated_layers: tuple[int, ...] = ()  # without rotary embedding ("NoPE")
     window: int = 0  # positions that a query sees in the layers below, its own included
@@ -141,6 +142,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 def parse_config(raw: Raw) -> ModelConfig:
     """The model that a ``config.json`` describes; raises :class:`ModelError`."""
+    _check_kinds(raw)
     architecture = (raw.get("architectures") or ["unknown"])[0]
     family = FAMILIES.get(architecture, Family(architecture))
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
@@ -168,6 +170,7 @@ def parse_config(raw: Raw) -> ModelConfig:
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=_number(rope, "rope_theta", _number(raw, "rope_theta", family.rope_theta)),
         tied_head=bool(raw.get("tie_word_embeddings", family.tied_head)),
+        intermediate_size=_count(raw, "intermediate_size"),
         rope_scaling=_rope_scaling(raw, rope, kind, head_dim),
         unrotated_layers=unrotated,
         window=window,
@@ -177,6 +180,21 @@ def parse_config(raw: Raw) -> ModelConfig:
         mlp_bias=family.mlp_bias and bool(raw.get("mlp_bias")),
         qk_norm=family.qk_norm,
     )
+
+
+def _check_kinds(raw: Raw) -> None:
+    """Raise unless what is not a number is of the kind that everybody writes."""
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"architectures must be a list of names, not {names!r}")
+    for name in ("rope_scaling", "rope_parameters", "quantization_config"):
+        if not isinstance(raw.get(name) or {}, Mapping):
+            raise ModelError(f"{name} must be an object, not {raw[name]!r}")
+    if not isinstance(raw.get("layer_types") or [], list):
+        raise ModelError(f"layer_types must be a list, not {raw['layer_types']!r}")
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        if not isinstance(raw.get(name) or False, bool):
+            raise ModelError(f"{name} must be true or false, not {raw[name]!r}")
 
 
 def _refuse_unknown(raw: Raw, architecture: str, rope: Raw, kind: str) -> None:

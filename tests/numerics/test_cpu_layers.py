@@ -14,8 +14,9 @@ from kvtransfer.region import Region
 from services.engine.attention import plan_attention
 from services.engine.compiled import KERNELS, compile_all
 from services.engine.kernels import use_threads
+from services.engine.linear import product
 from services.engine.model import Model
-from services.engine.model_config import ModelConfig
+from services.engine.model_config import ModelConfig, ModelError
 from services.engine.sampler import sample
 from services.engine.scheduler import Row
 from services.engine.sequence import SamplingParams
@@ -199,3 +200,21 @@ def test_what_does_not_fit_takes_the_plain_way() -> None:
     pool = Pool(replace(SHAPE, head_dim=20))
     pool.region.kv.zero_()
     assert pool.run(model(replace(SHAPE, head_dim=20)), [pool.row(5)])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", ["gate", "up", "down"])
+@pytest.mark.parametrize("told", [0, 72])
+def test_an_mlp_of_another_width_is_refused(wrong: str, told: int) -> None:
+    """Kernels go by one width for all layers: they would read beyond the weights."""
+    shape = replace(SHAPE, intermediate_size=told, qkv_bias=False, qk_norm=False)
+    weights = random_weights(shape, 72, seed=5)
+    name = f"model.layers.1.mlp.{wrong}_proj.weight"
+    size = (64, 64)
+    weights[name] = torch.ones(*size)
+    with pytest.raises(ModelError, match=name):
+        Model(shape, weights, torch.float32, CPU)
+
+
+def test_a_product_checks_its_inputs() -> None:
+    with pytest.raises(ValueError, match="8 inputs for weights of 16"):
+        product(torch.ones(16, 16))(torch.ones(1, 8))
