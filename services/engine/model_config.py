@@ -170,7 +170,7 @@ def parse_config(raw: Raw) -> ModelConfig:
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=_number(rope, "rope_theta", _number(raw, "rope_theta", family.rope_theta)),
         tied_head=bool(raw.get("tie_word_embeddings", family.tied_head)),
-        intermediate_size=_count(raw, "intermediate_size"),
+        intermediate_size=_count(raw, "intermediate_size") if "intermediate_size" in raw else 0,
         rope_scaling=_rope_scaling(raw, rope, kind, head_dim),
         unrotated_layers=unrotated,
         window=window,
