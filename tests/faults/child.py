@@ -94,8 +94,8 @@ class Control:
 def main(settings: WorkerSettings, port: int, pipe: Connection) -> None:
     """The process: send the worker's card, then serve and obey until the pipe ends."""
     logging.basicConfig(level=logging.ERROR)
-    # Numba makes a lock between processes. By this method, as in workers of Ray, its name is gone at
-    # once; by that of our parent a worker that is killed would leave it.
+    # Numba makes a lock between processes. By this method, as in workers of Ray, its name is gone
+    # at once; by that of our parent a worker that is killed would leave it.
     multiprocessing.set_start_method("fork", force=True)
     asyncio.run(_serve(settings, port, pipe))
 
