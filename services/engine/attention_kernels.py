@@ -20,9 +20,7 @@ ITEM = 6  # numbers of an item
 
 _NOTHING = -1e30  # below any score
 
-_1, _2, _3, _4, _5, _6 = (tile(rows) for rows in range(1, 7))
-_add_1, _add_2, _add_3, _add_4, _add_5, _add_6 = (tile(rows, 2, True) for rows in range(1, 7))
-_half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (tile(rows, 1, True) for rows in range(1, 7))
+_tile, _tile_add, _half_add = tile(), tile(2, add=True), tile(1, add=True)
 
 
 class _Cache(NamedTuple):
@@ -107,23 +105,6 @@ def _pack_keys(cache, position, count, panel, ahead):  # type: ignore[no-untyped
 
 
 @njit
-def _score(q, stride, rows, panel, out, dim):  # type: ignore[no-untyped-def]
-    """Products of some queries and a panel of keys, to rows of ``TILE``."""
-    if rows == 6:
-        _6(q, stride, panel, PANEL, out, TILE, dim)
-    elif rows == 5:
-        _5(q, stride, panel, PANEL, out, TILE, dim)
-    elif rows == 4:
-        _4(q, stride, panel, PANEL, out, TILE, dim)
-    elif rows == 3:
-        _3(q, stride, panel, PANEL, out, TILE, dim)
-    elif rows == 2:
-        _2(q, stride, panel, PANEL, out, TILE, dim)
-    else:
-        _1(q, stride, panel, PANEL, out, TILE, dim)
-
-
-@njit
 def _weigh(scores, rows, values, out, dim, count, ahead):  # type: ignore[no-untyped-def]
     """``out[rows, dim] += scores[rows, count] @ values[count, dim]``; ``ahead``: as above."""
     for column in range(0, dim - 15, 16):
@@ -131,32 +112,10 @@ def _weigh(scores, rows, values, out, dim, count, ahead):  # type: ignore[no-unt
         if ahead:
             for line in range(count):
                 prefetch(ahead + 4 * column * count + 64 * line)
-        if rows == 6:
-            _add_6(scores, TILE, v, dim, o, dim, count)
-        elif rows == 5:
-            _add_5(scores, TILE, v, dim, o, dim, count)
-        elif rows == 4:
-            _add_4(scores, TILE, v, dim, o, dim, count)
-        elif rows == 3:
-            _add_3(scores, TILE, v, dim, o, dim, count)
-        elif rows == 2:
-            _add_2(scores, TILE, v, dim, o, dim, count)
-        else:
-            _add_1(scores, TILE, v, dim, o, dim, count)
+        _tile_add(rows, scores, TILE, v, dim, o, dim, count)
     if dim % 16:
         v, o = values + 4 * (dim - LANES), out + 4 * (dim - LANES)
-        if rows == 6:
-            _half_6(scores, TILE, v, dim, o, dim, count)
-        elif rows == 5:
-            _half_5(scores, TILE, v, dim, o, dim, count)
-        elif rows == 4:
-            _half_4(scores, TILE, v, dim, o, dim, count)
-        elif rows == 3:
-            _half_3(scores, TILE, v, dim, o, dim, count)
-        elif rows == 2:
-            _half_2(scores, TILE, v, dim, o, dim, count)
-        else:
-            _half_1(scores, TILE, v, dim, o, dim, count)
+        _half_add(rows, scores, TILE, v, dim, o, dim, count)
 
 
 @njit
@@ -248,7 +207,7 @@ def _attend_chunk(cache, queries, scratch):  # type: ignore[no-untyped-def]
                 q = queries.address + 4 * (t * queries.stride + head * dim)
                 for i in range(lo, hi, PANEL):
                     panel = scratch.panels + 4 * i * dim
-                    _score(q, queries.stride, rows, panel, scratch.scores + 4 * i, dim)
+                    _tile(rows, q, queries.stride, panel, PANEL, scratch.scores + 4 * i, TILE, dim)
                 _softmax(
                     scratch.scores, rows, position - first, 1, lo, hi, window, queries.factor,
                     most, sums,
@@ -287,7 +246,7 @@ def _attend_tile(cache, queries, first, scratch, part):  # type: ignore[no-untyp
         for head in range(0, share, MAX_ROWS):
             rows = min(MAX_ROWS, share - head)
             q, scores = queries.address + 4 * head * dim, scratch.scores + 4 * (head * TILE + i)
-            _score(q, dim, rows, scratch.panels, scores, dim)
+            _tile(rows, q, dim, scratch.panels, PANEL, scores, TILE, dim)
     for head in range(0, share, MAX_ROWS):
         rows = min(MAX_ROWS, share - head)
         scores = scratch.scores + 4 * head * TILE

@@ -1,7 +1,7 @@
 """The inner loop of every product on a CPU: a tile of a few rows by a few vectors of columns.
 
-``tile(rows, vectors)`` gives a function for numba code: ``out[r, c] = sum over i of x[r, i] *
-w[i, c]``, for that many rows and ``vectors * LANES`` columns, with all sums in registers. Numba has
+``tile(vectors)`` gives a function for numba code: ``out[r, c] = sum over i of x[r, i] * w[i, c]``,
+for up to ``MAX_ROWS`` rows and ``vectors * LANES`` columns, with all sums in registers. Numba has
 no vector type, so the loop is written in LLVM's language, which is the same for every processor:
 LLVM turns vectors of eight floats into what the machine has. A product's result for one row does
 not depend on which rows are computed with it: each sum runs over ``i`` in order, by fused
@@ -36,29 +36,41 @@ Value = Any  # of llvmlite, which has no types
 
 
 @lru_cache
-def tile(rows: int, vectors: int = 2, add: bool = False) -> Callable[..., None]:
-    """``f(x, x_stride, w, w_stride, out, out_stride, count)``: float32 all, ``count`` at least 1.
-
-    ``add``: the sums go on from what ``out`` holds.
+def tile(vectors: int = 2, add: bool = False) -> Callable[..., None]:
+    """``f(rows, x, x_stride, w, w_stride, out, out_stride, count)``: float32 all, at least one row
+    and a ``count`` of 1. ``add``: the sums go on from what ``out`` holds.
     """
-    return _kernel(rows, vectors, _F32, add)
+    return _kernel(vectors, _F32, add)
 
 
 @lru_cache
-def tile_int8(rows: int, vectors: int = 2) -> Callable[..., None]:
-    """``f(x, x_stride, w, scale, out, out_stride, count)``: ``w`` is int8, row after row; ``out``
-    grows by the sums times ``scale``, one float32 for each column.
+def tile_int8() -> Callable[..., None]:
+    """``f(rows, x, x_stride, w, scale, out, out_stride, count)``, of two vectors: ``w`` is int8,
+    row after row; ``out`` grows by the sums times ``scale``, one float32 for each column.
     """
-    return _kernel(rows, vectors, _I8, True)
+    return _kernel(2, _I8, True)
 
 
-def _kernel(rows: int, vectors: int, weight: Value, add: bool) -> Callable[..., None]:
-    def product(typing: Any, x: Any, xs: Any, w: Any, ws: Any, out: Any, os: Any, n: Any) -> Any:
-        def generate(context: Any, builder: Value, signature: Any, args: Any) -> Value:
-            _emit(builder, rows, vectors, weight, add, *args)
+def _kernel(vectors: int, weight: Value, add: bool) -> Callable[..., None]:
+    """A loop for each number of rows, and a jump to one of them."""
+
+    def product(
+        typing: Any, rows: Any, x: Any, xs: Any, w: Any, ws: Any, out: Any, os: Any, n: Any
+    ) -> Any:
+        def generate(context: Any, b: Value, signature: Any, args: Any) -> Value:
+            cases = {rows: b.append_basic_block() for rows in range(1, MAX_ROWS + 1)}
+            end = b.append_basic_block()
+            jump = b.switch(args[0], cases[1])
+            for rows, block in cases.items():
+                if rows > 1:
+                    jump.add_case(rows, block)
+                b.position_at_end(block)
+                _emit(b, rows, vectors, weight, add, *args[1:])
+                b.branch(end)
+            b.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 8), generate
 
     kernel: Callable[..., None] = intrinsic(product)
     return kernel

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from services.engine.compiled import compiled
-from services.engine.kernels import floats, tile, tile_int8, widen
+from services.engine.kernels import MAX_ROWS, floats, tile, tile_int8, widen
 
 PANEL = 16  # outputs side by side: two vectors
 GROUP = 64  # inputs, of int8 weights that share a scale; one for all would cost several times more
@@ -136,49 +136,20 @@ def dequantize(steps: Tensor, scale: Tensor) -> Tensor:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-_1, _2, _3, _4, _5, _6 = (tile(rows) for rows in range(1, 7))
-_int8_1, _int8_2, _int8_3, _int8_4, _int8_5, _int8_6 = (tile_int8(rows) for rows in range(1, 7))
+_tile, _tile_int8 = tile(), tile_int8()
 _SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 
 
 @njit(inline="always")
 def _multiply_panel(x, x_stride, num_rows, num_inputs, panel, out, out_stride):  # type: ignore[no-untyped-def]
     """All rows, in tiles of nearly equal height: 8 rows are 4 + 4, not 6 + 2."""
-    num_tiles = (num_rows + 5) // 6
+    num_tiles = (num_rows + MAX_ROWS - 1) // MAX_ROWS
     first = 0
     for left in range(num_tiles, 0, -1):
         height = (num_rows - first + left - 1) // left
         rows, sums = x + 4 * first * x_stride, out + 4 * first * out_stride
-        if height == 6:
-            _6(rows, x_stride, panel, 16, sums, out_stride, num_inputs)
-        elif height == 5:
-            _5(rows, x_stride, panel, 16, sums, out_stride, num_inputs)
-        elif height == 4:
-            _4(rows, x_stride, panel, 16, sums, out_stride, num_inputs)
-        elif height == 3:
-            _3(rows, x_stride, panel, 16, sums, out_stride, num_inputs)
-        elif height == 2:
-            _2(rows, x_stride, panel, 16, sums, out_stride, num_inputs)
-        else:
-            _1(rows, x_stride, panel, 16, sums, out_stride, num_inputs)
+        _tile(height, rows, x_stride, panel, 16, sums, out_stride, num_inputs)
         first += height
-
-
-@njit(inline="always")
-def _multiply_group(x, x_stride, num_rows, count, group, scale, out, out_stride):  # type: ignore[no-untyped-def]
-    """Up to 6 rows, and the int8 weights of one scale."""
-    if num_rows == 6:
-        _int8_6(x, x_stride, group, scale, out, out_stride, count)
-    elif num_rows == 5:
-        _int8_5(x, x_stride, group, scale, out, out_stride, count)
-    elif num_rows == 4:
-        _int8_4(x, x_stride, group, scale, out, out_stride, count)
-    elif num_rows == 3:
-        _int8_3(x, x_stride, group, scale, out, out_stride, count)
-    elif num_rows == 2:
-        _int8_2(x, x_stride, group, scale, out, out_stride, count)
-    else:
-        _int8_1(x, x_stride, group, scale, out, out_stride, count)
 
 
 @njit(inline="always")
@@ -226,7 +197,7 @@ def multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, 
             panels + 16 * p * num_inputs,
             scale + 64 * p * num_groups,
         )
-        if num_rows > 6:  # each weight becomes a float once, not once for each tile
+        if num_rows > MAX_ROWS:  # each weight becomes a float once, not once for each tile
             wide = np.empty(num_inputs * 16, np.float32)
             _widen(panel, scales, num_inputs, wide.ctypes.data)
             _multiply_panel(x, x_stride, num_rows, num_inputs, wide.ctypes.data, sums, out_stride)
@@ -236,15 +207,15 @@ def multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, 
                 first = g * GROUP
                 count = min(GROUP, num_inputs - first)
                 group = panel + 16 * first
-                _multiply_group(
+                _tile_int8(
+                    num_rows,
                     x + 4 * first,
                     x_stride,
-                    num_rows,
-                    count,
                     group,
                     scales + 64 * g,
                     sums,
                     out_stride,
+                    count,
                 )
         if bias:
             _add_bias(bias + 64 * p, num_rows, sums, out_stride)
