@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from loadtest.lengths import positional
+
 Times = NDArray[np.float64]
 Numbers = tuple[float, ...]
 
@@ -46,7 +48,7 @@ class Arrivals:
         return _KINDS[self.kind].of(self.numbers, rate, n, rng)
 
     def __str__(self) -> str:
-        numbers = [f"{number:g}" for number in self.numbers]
+        numbers = [positional(number) for number in self.numbers]
         return ":".join(filter(None, [self.kind, "..".join(numbers)]))
 
 
@@ -117,7 +119,7 @@ def _constant_within(numbers: Numbers, rate: float, span: float, _: np.random.Ge
 
 
 def _constant_of(numbers: Numbers, rate: float, n: int, _: np.random.Generator) -> Times:
-    return np.arange(n, dtype=np.float64) / rate
+    return np.asarray(np.arange(n) / rate, dtype=np.float64)
 
 
 # --- groups at once ------------------------------------------------------------------------------

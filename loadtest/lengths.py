@@ -52,7 +52,7 @@ class Lengths:
         return replace(self, numbers=scaled, limit=limit)
 
     def __str__(self) -> str:
-        numbers = [f"{number:g}" if number < 1e6 else str(round(number)) for number in self.numbers]
+        numbers = [positional(number) for number in self.numbers]
         if self.kind == "fixed":
             return numbers[0]
         joined = (".." if self.kind == "uniform" else ",").join(numbers)
@@ -92,6 +92,11 @@ def parse_lengths(text: str | int) -> Lengths:
     lengths = Lengths(kind, tuple(map(float, re.split(r",|\.\.", body))), int(limit or 0))
     _check(written, lengths, limit is not None)
     return lengths
+
+
+def positional(number: float) -> str:
+    """Without an exponent, and no digit more or less than it takes to read the same number."""
+    return np.format_float_positional(number, trim="-")
 
 
 def _check(written: str, lengths: Lengths, has_limit: bool) -> None:
