@@ -87,7 +87,8 @@ def parse_lengths(text: str | int) -> Lengths:
         raise ValueError(f"lengths {written!r}: no distribution {kind!r}; want {_FORMS}")
     match = re.fullmatch(_KINDS[kind].pattern, rest.replace(" ", ""))
     if match is None:
-        raise ValueError(f"lengths {written!r}: want {_FORMS}")
+        want = _KINDS[kind].form if colon else _FORMS
+        raise ValueError(f"lengths {written!r}: want {want}")
     body, limit = match["body"], match.groupdict().get("limit")
     lengths = Lengths(kind, tuple(map(float, re.split(r",|\.\.", body))), int(limit or 0))
     _check(written, lengths, limit is not None)

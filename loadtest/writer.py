@@ -86,9 +86,13 @@ class WordWriter:
     def from_tokenizer(cls, path: Path, overhead: int = 0) -> "WordWriter":
         """Only the words that are one token each for a ``tokenizer.json``: exact.
 
-        Raises ValueError when there are too few of them.
+        Raises ValueError when there are too few of them, or the file cannot be read.
         """
-        words = single_token_words(Tokenizer.from_file(str(path)))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path}: the tokenizer cannot be read: {error}") from None
+        words = single_token_words(tokenizer)
         if len(words) < 100:
             raise ValueError(
                 f"{path}: only {len(words)} of {len(WORDS)} common English words are single tokens"
