@@ -43,13 +43,14 @@ class Lengths:
 
     def scaled(self, factor: float) -> "Lengths":
         """The same distribution of lengths ``factor`` times as long, still 1 at the least."""
-        count = _KINDS[self.kind].num_lengths or len(self.numbers)
-        scaled = tuple(
-            max(1.0, float(round(number * factor))) if i < count else number
-            for i, number in enumerate(self.numbers)
-        )
+        kind = _KINDS[self.kind]
+        numbers = [max(1.0, self.numbers[0] * factor)]
+        for number in self.numbers[1:]:
+            numbers.append(number * factor if kind.scales else number)
+        if not kind.has_tail:
+            numbers = [max(1.0, float(round(number))) for number in numbers]
         limit = max(1, round(self.limit * factor)) if self.limit else 0
-        return replace(self, numbers=scaled, limit=limit)
+        return replace(self, numbers=tuple(numbers), limit=limit)
 
     def __str__(self) -> str:
         numbers = [positional(number) for number in self.numbers]
@@ -102,8 +103,8 @@ def positional(number: float) -> str:
 
 def _check(written: str, lengths: Lengths, has_limit: bool) -> None:
     numbers = lengths.numbers
-    count = _KINDS[lengths.kind].num_lengths or len(numbers)
-    if min(numbers[:count]) < 1 or (has_limit and lengths.limit < 1):
+    shortest = numbers[0] if _KINDS[lengths.kind].has_tail else min(numbers)
+    if shortest < 1:
         raise ValueError(f"lengths {written!r}: a length is 1 at the least")
     if lengths.kind == "uniform" and numbers[0] > numbers[1]:
         raise ValueError(f"lengths {written!r}: the range's end is before its beginning")
@@ -116,8 +117,8 @@ class _Kind:
     form: str  # as shown to users
     pattern: str  # of what follows the colon
     lengths_at: Callable[[Numbers, Floats], Floats]  # parameters, quantiles → lengths
-    num_lengths: int = 0  # how many of the numbers are lengths, others are shapes; 0: all
-    has_tail: bool = False
+    has_tail: bool = False  # the first number is the mean; otherwise all are lengths
+    scales: bool = True  # the second number is in tokens too
 
 
 def _fixed(numbers: Numbers, quantile: Floats) -> Floats:
@@ -160,14 +161,16 @@ _KINDS = {
     "fixed": _Kind("N", rf"(?P<body>{_WHOLE})", _fixed),
     "uniform": _Kind("uniform:A..B", rf"(?P<body>{_WHOLE}\.\.{_WHOLE})", _uniform),
     "choice": _Kind("choice:A,B,...", rf"(?P<body>{_WHOLE}(?:,{_WHOLE})*)", _choice),
-    "normal": _Kind(
-        "normal:MEAN,STD[..MAX]", rf"(?P<body>{_REAL},{_REAL}){_LIMIT}", _normal, 2, True
-    ),
+    "normal": _Kind("normal:MEAN,STD[..MAX]", rf"(?P<body>{_REAL},{_REAL}){_LIMIT}", _normal, True),
     "lognormal": _Kind(
-        "lognormal:MEAN,SIGMA[..MAX]", rf"(?P<body>{_REAL},{_REAL}){_LIMIT}", _lognormal, 1, True
+        "lognormal:MEAN,SIGMA[..MAX]",
+        rf"(?P<body>{_REAL},{_REAL}){_LIMIT}",
+        _lognormal,
+        True,
+        False,
     ),
     "exponential": _Kind(
-        "exponential:MEAN[..MAX]", rf"(?P<body>{_REAL}){_LIMIT}", _exponential, 1, True
+        "exponential:MEAN[..MAX]", rf"(?P<body>{_REAL}){_LIMIT}", _exponential, True
     ),
 }
 _FORMS = ", ".join(kind.form for kind in _KINDS.values())

@@ -78,7 +78,8 @@ def test_more_draws_leave_the_first_as_they_are() -> None:
         ("choice:1,2,512", "choice:1,1,128"),
         ("normal:128,32..1024", "normal:32,8..256"),
         ("lognormal:128,0.8..1024", "lognormal:32,0.8..256"),
-        ("exponential:50", "exponential:12"),
+        ("normal:2,0.5", "normal:1,0.125"),
+        ("exponential:50", "exponential:12.5"),
     ],
 )
 def test_scaling_changes_lengths_and_not_shapes(text: str, scaled: str) -> None:
