@@ -180,30 +180,30 @@ def _starts(
     scenario: Scenario, rate: float, duration_s: float, num_requests: int, seed: int
 ) -> list[Times]:
     """For each class, when its conversations begin."""
-    total_share = sum(spec.share for spec in scenario.classes)
-    per_request = [spec.share / total_share / spec.turns.mean for spec in scenario.classes]
-    # Streams: a class with arrivals of its own is one, all others together are one.
-    at_once = rate == math.inf
-    own = [[i] for i, spec in enumerate(scenario.classes) if spec.arrivals and not at_once]
-    common = [i for i, spec in enumerate(scenario.classes) if not spec.arrivals or at_once]
-    streams = [stream for stream in [*own, common] if stream]
-    weights = [sum(per_request[i] for i in stream) for stream in streams]
+    classes = scenario.classes
+    total_share = sum(spec.share for spec in classes)
+    per_request = [spec.share / total_share / spec.turns.mean for spec in classes]
+    # A class with arrivals of its own is a stream, all others together are one. At an infinite rate
+    # there are no arrivals, so all are mixed.
+    common = [i for i, spec in enumerate(classes) if spec.arrivals is None or rate == math.inf]
+    streams = [
+        (spec.arrivals, [i]) for i, spec in enumerate(classes) if spec.arrivals and i not in common
+    ]
+    if common:
+        streams.append((scenario.arrivals, common))
+    weights = [sum(per_request[i] for i in members) for _, members in streams]
     counts = _apportion(max(1, round(num_requests * sum(weights))), weights)
 
-    starts: list[Times] = [np.empty(0)] * len(scenario.classes)
-    for stream, weight, count in zip(streams, weights, counts, strict=True):
-        name = scenario.classes[stream[0]].name if stream is not common else ""
-        arrivals = scenario.arrivals
-        if stream is not common:
-            arrivals = scenario.classes[stream[0]].arrivals or arrivals
-        rng = rng_of((seed, "arrivals", name))
+    starts: list[Times] = [np.empty(0)] * len(classes)
+    for (arrivals, members), weight, count in zip(streams, weights, counts, strict=True):
+        rng = rng_of((seed, "arrivals", *(classes[i].name for i in members)))
         if num_requests:
             times = arrivals.times_of(rate * weight, count, rng)
         else:
             times = arrivals.times(rate * weight, duration_s, rng)
-        shares = np.array([per_request[i] for i in stream]) / weight
-        whose = rng_of((seed, "classes", name)).choice(len(stream), times.size, p=shares)
-        for place, i in enumerate(stream):
+        shares = np.array([per_request[i] for i in members]) / weight
+        whose = rng.choice(len(members), times.size, p=shares)
+        for place, i in enumerate(members):
             starts[i] = times[whose == place]
     return starts
 
