@@ -45,8 +45,8 @@ class Probe:
         """Requests that met, and requests, in each of STRETCHES equal parts of its time."""
         edges = np.linspace(self.start_s, self.end_s, STRETCHES + 1)[1:-1]
         where = np.searchsorted(edges, np.asarray(self.due_s), side="right")
-        count = np.bincount(where, minlength=STRETCHES).astype(np.float64)
-        return np.bincount(where, np.asarray(self.met, float), minlength=STRETCHES), count
+        met = np.bincount(where, np.asarray(self.met, np.float64), minlength=STRETCHES)
+        return met.astype(np.float64), np.bincount(where, minlength=STRETCHES).astype(np.float64)
 
 
 @dataclass(frozen=True)
