@@ -223,3 +223,12 @@ def test_those_built_in_read_back(name: str) -> None:
 def test_think_times() -> None:
     assert parse_think("2") == Think(2.0)
     assert parse_think(" exponential:0.5 ") == Think(0.5, varies=True)
+
+
+def test_the_example_of_the_docs_is_what_it_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "loadtest.md").read_text(encoding="utf-8")
+    scenario = from_yaml(page.partition("```yaml\n")[2].partition("```")[0])
+    assert [spec.name for spec in scenario.classes] == ["chat", "reports"]
+    assert scenario.classes[1].slo == SLO(ttft=20.0, e2e=30.0)
+    for name in builtin_scenarios():
+        assert f"| `{name}` |" in page
