@@ -213,14 +213,11 @@ async def start(
     words += ["--host", "127.0.0.1", "--port", str(port)]
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{target.name}.log"
-    if sys.platform == "linux":
-        words[0] = shutil.which(words[0]) or words[0]
-        words = [sys.executable, "-IS", "-c", _DIES_WITH_PARENT, str(os.getpid()), *words]
     with log.open("ab") as output:
-        output.write(f"$ {shlex.join(words[-4 - len(target.flags) - 1 :])}\n".encode())
+        output.write(f"$ {shlex.join(words)}\n".encode())
         output.flush()
         process = subprocess.Popen(
-            words,
+            _dying_with_us(words),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -233,6 +230,14 @@ async def start(
         await server.stop()
         raise
     return server
+
+
+def _dying_with_us(words: Sequence[str]) -> list[str]:
+    """A command that the kernel interrupts when this process ends, however it ends (Linux)."""
+    program = shutil.which(words[0])
+    if sys.platform != "linux" or program is None:
+        return list(words)
+    return [sys.executable, "-IS", "-c", _DIES_WITH_PARENT, str(os.getpid()), program, *words[1:]]
 
 
 def free_port() -> int:
