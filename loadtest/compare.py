@@ -22,15 +22,8 @@ from loadtest.fleet import Fleet
 from loadtest.runner import run
 from loadtest.search import Probe, RateSearch, max_rate
 from loadtest.targets import Server, Target
-from loadtest.trial import (
-    Objectives,
-    Sender,
-    Trial,
-    Window,
-    ping_s,
-    run_trial,
-    wait_quiet,
-)
+from loadtest.trial import Comparison, Objectives, Trial, Window
+from loadtest.trial_run import Sender, ping_s, run_trial, wait_quiet
 
 Workload = Callable[[float, int], Sequence[Conversation]]
 """Conversations of a rate and a seed, due within the window. Different seeds: different texts."""
@@ -130,32 +123,6 @@ class Search:
     def num_trials(self, num_targets: int) -> int:
         """See :class:`Plan`."""
         return self.search.probes * num_targets
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All that was seen."""
-
-    targets: tuple[Target, ...]
-    trials: tuple[Trial, ...]  # in the order in which they were made
-    objectives: Objectives
-    attainment: float
-    started: str  # wall clock, ISO 8601
-    notes: tuple[str, ...] = ()  # dead targets, servers that did not become quiet ...
-    interrupted: bool = False
-
-    def of(self, target: str, rate: float | None = None) -> tuple[Trial, ...]:
-        """A target's trials, at one rate or at all."""
-        return tuple(
-            trial
-            for trial in self.trials
-            if trial.target == target and (rate is None or trial.rate == rate)
-        )
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Rates tried, ascending."""
-        return tuple(sorted({trial.rate for trial in self.trials}))
 
 
 @dataclass

@@ -16,12 +16,11 @@ from typing import Literal
 import numpy as np
 
 from loadtest import comparison as report
-from loadtest.compare import Comparison
 from loadtest.figures import inter_token_s, pooled, summarize
 from loadtest.record import INTERRUPTED, Record
 from loadtest.search import Array, Estimate, attainment_curve, draw_brackets, max_rate
 from loadtest.slo import SLO
-from loadtest.trial import Trial
+from loadtest.trial import Comparison, Trial
 from loadtest.wording import slo_words
 
 DRAWS = 1000

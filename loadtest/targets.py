@@ -162,7 +162,7 @@ class Server:
             if self.ready_s > patience_s:
                 raise TargetError(
                     f"{self.target.name}: {self.target.what} was not ready within"
-                    f" {patience_s:.0f} s; /ready says: {answer}; its output is in {self.log}"
+                    f" {patience_s:g} s; /ready says: {answer}; its output is in {self.log}"
                 )
             await asyncio.sleep(POLL_S)
 

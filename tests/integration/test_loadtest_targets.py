@@ -82,8 +82,8 @@ def test_an_error_at_start_is_one_line(tmp_path: Path) -> None:
 
 
 def test_who_never_gets_ready_is_stopped(tmp_path: Path) -> None:
-    work = start(Target("pd", flags=("--behaviour", "mute")), tmp_path, COMMAND, patience_s=1.0)
-    with pytest.raises(TargetError, match="not ready within 1 s; /ready says: .*refused"):
+    work = start(Target("pd", flags=("--behaviour", "mute")), tmp_path, COMMAND, patience_s=0.5)
+    with pytest.raises(TargetError, match="not ready within 0.5 s; /ready says: .*refused"):
         run(work)
     assert not any(map(running, pids(tmp_path / "pd.log")))
 

@@ -1,8 +1,9 @@
 """Stands for ``baton serve`` where a test wants to see how servers are started and stopped.
 
-It takes ``--host`` and ``--port``, tells its pid, and serves as ``tests.support.stub_server`` does
-with the other flags. ``--behaviour``: ``refuse`` ends at once with an error as ``baton`` words them,
-``mute`` never listens, ``stubborn`` ignores SIGINT, as does a child of it in a session of its own.
+It takes ``--host`` and ``--port``, tells its pid and serves as ``tests.support.stub_server``
+does with the other flags. ``--behaviour``: ``refuse`` ends at once with an error as ``baton`` has
+them, ``mute`` never listens, ``stubborn`` ignores SIGINT, as does a child of it in a session of its
+own.
 """
 
 import argparse
