@@ -10,7 +10,7 @@ from typing import Protocol
 
 from loadtest.writer import WordWriter, rng_of
 
-NUM_SHORT = 16  # words of the shorter probe
+NUM_SHORT = 4  # words of the shorter probe
 NUM_MORE = (256, 64)  # how many more the longer one has: at first, and for small contexts
 
 

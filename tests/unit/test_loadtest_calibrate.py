@@ -56,6 +56,11 @@ def test_longer_words_are_met_on_average() -> None:
     assert sum(uncalibrated) / 200 > 490
 
 
+def test_what_is_around_a_prompt_is_what_its_words_are_not() -> None:
+    writer = asyncio.run(calibrate(Server(overhead=12, long_words=frozenset(WORDS))))
+    assert (writer.tokens_per_word, writer.overhead) == (2.0, 12)
+
+
 def test_a_small_context_is_asked_with_less() -> None:
     server = Server(context=128)
     writer = asyncio.run(calibrate(server))

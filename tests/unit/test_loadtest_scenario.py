@@ -153,7 +153,16 @@ classes:
   - {name: b, input: 1, output: 1, prefix: 16}
 """)
     found = build(scenario, IDS, rate=10.0, duration_s=10.0)
-    assert len({(c.class_name, first_ids(c)[:2]) for c in found}) == 2
+    assert {c.class_name for c in found} == {"a", "b"}
+    assert len({first_ids(c)[:2] for c in found}) == 2
+
+
+def test_no_two_requests_are_alike() -> None:
+    scenario = single(input=20, output=1, turns=2).classes[0]
+    both = Scenario("both", (scenario, replace(scenario, name="other")))
+    found = build(both, IDS, rate=10.0, duration_s=60.0)
+    starts = [tuple(turn.text)[:4] for c in found for turn in c.turns]
+    assert len(set(starts)) == len(starts) > 400
 
 
 def test_what_the_server_adds_is_part_of_the_length() -> None:
