@@ -11,6 +11,10 @@ from typing import Any
 
 INTERRUPTED = "interrupted"
 """The error of a request that the load test itself cut off."""
+SKIPPED = "skipped"
+"""The error of a turn that was not sent, because one before it in its conversation failed."""
+NO_IDS = "no token ids"
+"""The same, because the answer before it came as text and the prompts are token ids."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,349 @@
+"""Sends requests to an OpenAI-compatible server and notes when each piece of the answers comes.
+
+Figures follow from what is noted here, so this is where they are made equal to those of
+``vllm bench serve`` (its ``lib/endpoint_request_func.py``):
+
+* the clock of a request starts just before it is handed to the HTTP library: making a connection
+  counts, if there is none to reuse;
+* a *chunk* is any event that has ``choices`` which are not empty, whatever they hold. So a chat's
+  first chunk that only names the role is the first token for TTFT, an empty text (special tokens,
+  half of a character) counts, and so does a last chunk that only gives the ``finish_reason``:
+  the end of the latency. An event that carries usage alone (no choices) is no chunk, nor is
+  ``[DONE]``;
+* chunks that arrive together have the same time; several tokens in one chunk are one chunk, for
+  ITL too, while TPOT divides by tokens as the server's usage counts them.
+
+Different on purpose, where vLLM's client has no figure or would hide an error: the time of a chunk
+is when its bytes were read from the socket, before any parsing; usage is also taken from a chunk
+that has choices; without usage the chunks that have text are counted; and a stream that ends
+without ``finish_reason`` and ``[DONE]`` has failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import resource
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final
+
+import aiohttp
+import yarl
+
+from loadtest.conversation import Text
+from loadtest.sse import EventParser
+
+clock: Final = time.monotonic  # of all times here; that of the event loop too
+Messages = Sequence[Mapping[str, Any]]
+
+PATHS = {"chat": "v1/chat/completions", "completions": "v1/completions"}
+KEEP_ALIVE_S = 4.0  # servers that close idle connections do so after 5 s or later
+BIG_BODY = 1 << 20  # bytes; aiohttp wants larger ones as files
+MAX_MESSAGE = 300  # characters of what a server says of an error
+
+
+class ServerUnusable(Exception):
+    """There is nothing to measure: the message says what is wrong with the server or its URL."""
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Which server, and what all requests have in common."""
+
+    url: str  # with or without /v1
+    model: str = ""  # empty: the first that /v1/models names
+    endpoint: str = "chat"  # or "completions"
+    api_key: str = ""
+    ignore_eos: bool = True  # sent only when true: OpenAI's own API does not know it
+    temperature: float = 0.0
+    timeout_s: float = 600.0  # of a whole request
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # None takes a field out
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in PATHS:
+            raise ValueError(f"endpoint {self.endpoint!r}: one of {', '.join(PATHS)}")
+        parsed = yarl.URL(self.url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"url {self.url!r}: want http://HOST:PORT or https://HOST")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s {self.timeout_s}: must be positive")
+
+    def address(self, path: str) -> yarl.URL:
+        """Of a path such as ``v1/models`` on the server."""
+        base = self.url.rstrip("/").removesuffix("/v1")
+        return yarl.URL(f"{base}/{path}")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How one request went. Without an ``error`` the answer is complete."""
+
+    error: str = ""  # kind, see Client
+    message: str = ""  # what the server or the socket said of it
+    prompt_tokens: int = 0  # 0 where the server gave no usage
+    output_tokens: int = 0
+    chunk_s: tuple[float, ...] = ()  # since the request was sent
+    text: str = ""
+    token_ids: tuple[int, ...] = ()  # of the answer, if asked for and given
+
+
+class Exchange:
+    """One request and what has come back so far; readable also after its sending was cancelled."""
+
+    def __init__(self) -> None:
+        self.sent_s = clock()
+        self.error = self.message = ""
+        self.chunk_s: list[float] = []
+        self.ended = False  # a finish_reason or [DONE] came
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._usage: dict[str, Any] = {}
+
+    def fail(self, error: str, message: str) -> None:
+        """The first failure is the one that counts."""
+        if not self.error:
+            self.error, self.message = error, message[:MAX_MESSAGE]
+
+    def take(self, event: str, at: float) -> None:
+        """One event of the stream, read from the socket ``at``."""
+        if event == "[DONE]":
+            self.ended = True
+            return
+        try:
+            body = json.loads(event)
+            if body.get("error"):
+                self.fail("error event", said_in(body))
+                return
+            if body.get("usage"):
+                self._usage = body["usage"]
+            if not body.get("choices"):
+                return
+            choice = body["choices"][0]
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            self._texts.append(text)
+            self._ids.extend(choice.get("token_ids") or ())
+            self.ended |= choice.get("finish_reason") is not None
+        except (ValueError, TypeError, AttributeError, LookupError):
+            self.fail("malformed", f"an event that is not of OpenAI's API: {event}")
+            return
+        self.chunk_s.append(at - self.sent_s)
+
+    def reply(self) -> Reply:
+        """All that is known by now."""
+        counted = self._usage.get("completion_tokens")
+        return Reply(
+            error=self.error,
+            message=self.message,
+            prompt_tokens=self._usage.get("prompt_tokens") or 0,
+            output_tokens=counted or len(self._ids) or sum(map(bool, self._texts)),
+            chunk_s=tuple(self.chunk_s),
+            text="".join(self._texts),
+            token_ids=tuple(self._ids),
+        )
+
+
+class Client:
+    """A server, as one that asks it sees it. ``async with Client(options) as client: ...``
+
+    Sending never raises for what a server does; kinds of errors are ``connect`` (refused,
+    unreachable), ``dns``, ``tls``, ``files`` (this process has no file descriptors left),
+    ``timeout``, ``http STATUS``, ``reset`` (the connection ended in the middle), ``error event``
+    (the server's own report within a stream), ``malformed`` (neither HTTP nor OpenAI's events),
+    ``incomplete`` (the stream ended, the answer had not) and ``empty`` (no chunk came).
+    """
+
+    def __init__(self, options: ClientOptions) -> None:
+        self.options = options
+        self.model = options.model
+        self._address = options.address(PATHS[options.endpoint])
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are lists of messages."""
+        return self.options.endpoint == "chat"
+
+    async def __aenter__(self) -> Client:
+        """Raises ServerUnusable when no model was named and the server names none."""
+        raise_file_limit()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.options.api_key:
+            headers["Authorization"] = f"Bearer {self.options.api_key}"
+        self._sockets: dict[int, TimedSocket] = {}  # the last one of each file number
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=self._new_socket
+            ),
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=self.options.timeout_s),
+            trust_env=False,  # no proxy between us and what we measure
+        )
+        try:
+            self.model = self.model or await self._first_model()
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    def body(self, prompt: Text | Messages, max_tokens: int, want_ids: bool = False) -> bytes:
+        """A request, ready to be sent; raises ValueError for token ids in a chat."""
+        options = self.options
+        fields: dict[str, Any] = {"model": self.model}
+        if options.endpoint == "completions":
+            fields["prompt"] = prompt
+        elif isinstance(prompt, str):
+            fields["messages"] = [{"role": "user", "content": prompt}]
+        elif prompt and isinstance(prompt[0], Mapping):
+            fields["messages"] = prompt
+        else:
+            raise ValueError("a chat takes words, not token ids; use endpoint completions")
+        fields |= {
+            "max_tokens": max_tokens,
+            "temperature": options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if options.ignore_eos:
+            fields["ignore_eos"] = True
+        if want_ids:
+            fields["return_token_ids"] = True
+        fields |= options.extra_body
+        return json.dumps({k: v for k, v in fields.items() if v is not None}).encode()
+
+    async def send(self, prompt: Text | Messages, max_tokens: int, want_ids: bool = False) -> Reply:
+        """Ask and wait for the whole answer. Text goes to a chat as the user's one message."""
+        body = self.body(prompt, max_tokens, want_ids)
+        exchange = Exchange()
+        await self.perform(exchange, body)
+        return exchange.reply()
+
+    async def perform(self, exchange: Exchange, body: bytes) -> None:
+        """Send a request that :meth:`body` made; what comes goes into ``exchange``."""
+        try:
+            await self._ask(exchange, body)
+        except TimeoutError:
+            exchange.fail("timeout", f"no end within {self.options.timeout_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            exchange.fail(*kind_of(error))
+        except UnicodeDecodeError as error:
+            exchange.fail("malformed", f"the stream is not UTF-8: {error}")
+        else:
+            if not exchange.ended:
+                exchange.fail("incomplete", "the stream ended without finish_reason and [DONE]")
+            elif not exchange.chunk_s:
+                exchange.fail("empty", "the stream ended without a chunk of an answer")
+
+    async def _ask(self, exchange: Exchange, body: bytes) -> None:
+        data = body if len(body) < BIG_BODY else io.BytesIO(body)
+        async with self._session.post(self._address, data=data, allow_redirects=False) as response:
+            if response.status != 200:
+                exchange.fail(f"http {response.status}", said_in(await response.read()))
+                return
+            events = EventParser()
+            received = self._socket_of(response)
+            at = exchange.sent_s
+            async for piece in response.content.iter_any():
+                at = received.at if received else clock()
+                for event in events.feed(piece):
+                    exchange.take(event, at)
+            for event in events.close():
+                exchange.take(event, at)
+
+    def _new_socket(self, address: Any) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = TimedSocket(family, kind, protocol)
+        self._sockets[made.fileno()] = made
+        return made
+
+    def _socket_of(self, response: aiohttp.ClientResponse) -> TimedSocket | None:
+        """None if the whole answer came at once, and the connection is free already."""
+        connection = response.connection
+        if connection is None or connection.transport is None:
+            return None
+        return self._sockets.get(connection.transport.get_extra_info("socket").fileno())
+
+    async def _first_model(self) -> str:
+        address = self.options.address("v1/models")
+        name_one = "name the model if the server is right"
+        try:
+            async with self._session.get(address) as response:
+                raw = await response.read()
+            if response.status != 200:
+                raise ServerUnusable(
+                    f"{address}: http {response.status}: {said_in(raw)}; {name_one}"
+                )
+            return str(json.loads(raw)["data"][0]["id"])
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnusable(f"{address}: {': '.join(kind_of(error))}") from error
+        except (ValueError, TypeError, LookupError) as error:
+            raise ServerUnusable(f"{address}: names no model; {name_one}") from error
+
+
+class TimedSocket(socket.socket):
+    """Remembers when it was last read from: an event loop may be busy before it says so."""
+
+    at = 0.0
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        data = super().recv(bufsize, flags)
+        self.at = clock()
+        return data
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
+        count = super().recv_into(buffer, nbytes, flags)
+        self.at = clock()
+        return count
+
+
+def kind_of(error: Exception) -> tuple[str, str]:
+    """The kind of a failure below HTTP's, and its message."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, TimeoutError):
+        return "timeout", text
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return "files", f"no file descriptors left: the limit is {soft} (ulimit -n, at most {hard})"
+    if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
+        return "dns", text
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "tls", text
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "connect", text
+    malformed = aiohttp.ClientResponseError | aiohttp.InvalidURL
+    return ("malformed" if isinstance(error, malformed) else "reset"), text
+
+
+def said_in(body: Any) -> str:
+    """The message in an error's body: OpenAI's form, FastAPI's, or whatever it is."""
+    if isinstance(body, bytes):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            return body.decode(errors="replace").strip()[:MAX_MESSAGE]
+    if isinstance(body, dict):
+        for name in ("error", "message", "detail"):
+            if body.get(name):
+                return said_in(body[name])
+    text: str = body if isinstance(body, str) else json.dumps(body)
+    return text[:MAX_MESSAGE]
+
+
+def raise_file_limit() -> None:
+    """Each request in flight takes a file descriptor: allow as many as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
