@@ -134,7 +134,7 @@ def _bursts_within(numbers: Numbers, rate: float, span: float, _: np.random.Gene
 
 def _bursts_of(numbers: Numbers, rate: float, n: int, _: np.random.Generator) -> Times:
     size = int(numbers[0])
-    return (np.arange(n) // size + 0.5) * size / rate
+    return np.asarray((np.arange(n) // size + 0.5) * size / rate, dtype=np.float64)
 
 
 def _poisson_bursts_within(
