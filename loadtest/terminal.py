@@ -150,7 +150,7 @@ def _groups(summary: Summary) -> list[Figures]:
 
 
 def _counts(groups: Sequence[Figures]) -> Iterator[str]:
-    row = "{:<14}{:>8}{:>8}{:>8}{:>9}{:>9}{:>10}{:>10}  {}"
+    row = "{:<14}{:>8}{:>7}{:>8}{:>8}{:>8}{:>10}{:>10}  {}"
     yield row.format(
         "", "ended ok", "failed", "cut off", "req/s", "good/s", "tok/s out", "tok/s all", "attained"
     )

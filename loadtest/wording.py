@@ -1,6 +1,7 @@
 """Figures as people read them: units, digits, limits and intervals in words. Pure text."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -135,3 +136,8 @@ def warnings_of(summary: Summary) -> list[str]:
             f" {total.planned_prompt_tokens:,} were planned."
         )
     return found
+
+
+def date_words(iso: str) -> str:
+    """``2026-11-30 09:20:08`` of ISO 8601, with the offset from UTC where it has one."""
+    return re.sub(r"(\d)T(\d\d:\d\d:\d\d)(\.\d+)?", r"\1 \2", iso).replace("+00:00", " UTC")
