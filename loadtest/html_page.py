@@ -49,17 +49,17 @@ a { color: var(--link); }
 .scroll { overflow-x: auto; margin: .75rem 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--dim); padding-bottom: .3rem; }
-th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--faint);
+th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--faint);
   white-space: nowrap; }
 th { font-weight: 600; color: var(--dim); }
-thead th { vertical-align: bottom; border-bottom: 1.5px solid var(--dim); }
+thead th { vertical-align: bottom; border-bottom-color: var(--dim); }
 th:first-child, td:first-child, .left { text-align: left; padding-left: 0; color: var(--ink); }
-td.left, th.left { padding-left: .7rem; }
-tbody.group tr:first-child > * { border-top: 1.5px solid var(--dim); }
+td.left, th.left { padding-left: .6rem; }
+tbody.group tr:last-child > * { border-bottom-color: var(--dim); }
 tbody tr:hover { background: var(--panel); }
 .good { color: var(--good); font-weight: 600; }
 .bad { color: var(--bad); font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr));
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr));
   gap: 1.25rem 1.5rem; margin: 1rem 0; align-items: start; }
 .plots figure { margin: 0; min-width: 0; break-inside: avoid; }
 svg.plot { display: block; width: 100%; height: auto; max-width: 36rem; stroke-linejoin: round; }

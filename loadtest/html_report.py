@@ -103,7 +103,7 @@ def _groups(summary: Summary) -> list[Figures]:
 def _requests(summary: Summary) -> str:
     head = [
         "", "sent", "ended well", "failed", "cut off", "requests/s", "goodput/s",
-        "output tokens/s", "all tokens/s", "prompt tokens", "output tokens",
+        "output tok/s", "all tok/s", "prompt tokens", "output tokens",
     ]  # fmt: skip
     rows = [
         [
@@ -144,7 +144,7 @@ def _objectives(summary: Summary) -> str:
     if not groups:
         return ""
     head = ["", "objective", "met by (95 % interval)"]
-    return "<h3>Objectives</h3>" + page.table(head, groups, left=(1,))
+    return "<h3>Objectives</h3>" + page.table(head, groups, left=(1, 2))
 
 
 def _latencies(summary: Summary) -> str:

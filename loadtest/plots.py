@@ -28,6 +28,7 @@ from loadtest.plot_style import (
 from loadtest.record import INTERRUPTED, Record
 
 MOST_POINTS = 300  # of a line or a cloud
+NEAR = 2.5  # a limit that is farther from the highest value than this is not drawn
 _DOTTED = (0, (2, 2))
 
 
@@ -47,7 +48,7 @@ def cdf(
     tail: bool = False,
     legend: bool = False,
 ) -> str:
-    """Shares of samples (seconds) up to a value; ``limits``: those of the SLO.
+    """Shares of samples (seconds) up to a value; ``limits``: those of the SLO, where they are near.
 
     ``tail``: 90, 99 and 99.9 % are equally far apart, so that the slowest are seen.
     """
@@ -55,7 +56,8 @@ def cdf(
         kept = [(line, np.asarray(values, dtype=np.float64)) for line, values in samples]
         kept = [(line, values[np.isfinite(values)]) for line, values in kept]
         every = np.concatenate([values for _, values in kept] or [np.empty(0)])
-        limits = [(line, limit) for line, limit in limits if math.isfinite(limit)]
+        highest = float(every.max()) if len(every) else 0.0
+        limits = [(line, limit) for line, limit in limits if limit <= NEAR * highest]
         time_axis(axes, "x", every, [limit for _, limit in limits])
         for line, values in kept:
             shares = _thinned_shares(len(values))
@@ -170,8 +172,10 @@ def against_rate(
 ) -> str:
     """A latency (seconds) against the rate; ``limit``: that of the SLO."""
     with drawing(title, HEIGHT - 0.3) as (figure, axes):
-        time_axis(axes, "y", np.array([y.value for p in series for y in p.y]), [limit])
-        if math.isfinite(limit):
+        every = np.array([y.value for points in series for y in points.y])
+        near = limit <= NEAR * max(every, default=0.0)
+        time_axis(axes, "y", every, [limit] if near else [])
+        if near:
             axes.axhline(limit * 1e3, color=INK, lw=1.0, ls=_DOTTED)
         in_ms = [Points(p.line, p.x, [Measured(y.value * 1e3) for y in p.y]) for p in series]
         _rate_lines(axes, in_ms)

@@ -204,17 +204,20 @@ def comparison_table(report: ComparisonReport) -> str:
     for section in report.sections:
         lines += [section.workload, "", *_cells(section)]
         if section.max_rates:
-            lines += ["", f"highest rate at which {percent(report.attainment)} meet the objectives"]
             lines += [
-                f"  {entry.target[:30]:<32}{entry.slo[:16]:<18}{measured_words(entry.rate, '/s')}"
-                + (f"  {entry.note}" if entry.note else "")
+                "",
+                f"highest rate at which {report.attainment * 100:.4g} % meet the objectives",
+            ]
+            lines += [
+                f"  {entry.target[:26]:<28}{entry.slo[:14]:<16}"
+                + "  ".join(filter(None, [measured_words(entry.rate, "/s"), entry.note]))
                 for entry in section.max_rates
             ]
         if section.ratios:
             base = next(iter(report.targets))
             lines += ["", f"ratios to {base} (95 % interval)"]
             lines += [
-                f"  {ratio.target[:30]:<32}{ratio.figure[:38]:<40}{measured_words(ratio.ratio)}"
+                f"  {ratio.target[:26]:<28}{ratio.figure[:38]:<40}{measured_words(ratio.ratio)}"
                 for ratio in section.ratios
             ]
         lines.append("")

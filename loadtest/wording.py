@@ -19,7 +19,9 @@ def digits(value: float, significant: int = 3) -> str:
         return NOTHING
     if math.isinf(value):
         return "∞"
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
     return f"{value:,.{min(max(significant - 1 - magnitude, 0), 3)}f}"
 
 
