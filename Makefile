@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers bench-step clean
+	bench-engine bench-peers bench-step bench-tools clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -60,6 +60,9 @@ bench-peers: dev  ## the same with llama.cpp (built from source, once) and any s
 
 bench-step: dev  ## what a step costs outside the model, by part
 	$(BIN)/python -m tests.bench_step $(ARGS)
+
+bench-tools: dev  ## our load test and `vllm bench serve` at the same servers, by turns
+	$(BIN)/python -m tests.bench_tools $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
