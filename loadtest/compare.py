@@ -8,31 +8,36 @@ interrupted, or when a target dies, is kept. Statistics are in :mod:`loadtest.ra
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from loadtest.client import Client, ServerUnusable
 from loadtest.conversation import Conversation
 from loadtest.figures import summarize
 from loadtest.fleet import Fleet
+from loadtest.record import Record
 from loadtest.runner import run
 from loadtest.search import Probe, RateSearch, max_rate
-from loadtest.targets import Server, Target
+from loadtest.targets import Server, Target, TargetError
 from loadtest.trial import Comparison, Objectives, Trial, Window
-from loadtest.trial_run import Sender, ping_s, run_trial, wait_quiet
+from loadtest.trial_run import ping_s, run_trial, wait_quiet
+from loadtest.wording import percent, time_words
 
 Workload = Callable[[float, int], Sequence[Conversation]]
 """Conversations of a rate and a seed, due within the window. Different seeds: different texts."""
-Connect = Callable[[str], AbstractAsyncContextManager[Sender]]
+Connect = Callable[[str], AbstractAsyncContextManager[Client]]
 """A client of the server at a URL."""
 
 Result = TypeVar("Result")
 
 WARM_UP_TOGETHER = 2
+WARM_UP_SEED = 1 << 32  # nobody gives that one
 QUIET_PATIENCE_S = 60.0
 SHARED = (
     "Two targets are the same server, {}: who comes second may find its prompts in the prefix"
@@ -136,9 +141,11 @@ class Comparer:
     stop: asyncio.Event  # set: what is under way is cut off, and what there is returned
     say: Callable[[str], None] = print
     on_trial: Callable[[Trial], None] = lambda trial: None
+    on_record: Callable[[Slot, Record], None] = lambda slot, record: None  # while a trial runs
     warm_up: int = 4  # conversations, for a server that has just started
-    warm_up_rate: float = 1.0
     _best_ping_s: dict[str, float] = field(default_factory=dict, init=False)
+    _num_prepared: int = field(default=0, init=False)
+    _clients: dict[str, tuple[Client, AsyncExitStack]] = field(default_factory=dict, init=False)
     _trials: list[Trial] = field(default_factory=list, init=False)
 
     async def compare(
@@ -164,6 +171,8 @@ class Comparer:
                 plan = replace(plan, by_target=True)
             await self._rounds(fleet, plan)
         finally:
+            for name in list(self._clients):
+                await self._disconnect(name)
             await fleet.close()
         quiet = [f"{t.target} at {t.rate:g}/s: {note}" for t in self._trials for note in t.notes]
         return Comparison(
@@ -196,7 +205,8 @@ class Comparer:
                 self.on_trial(trial)
                 took_s = (time.monotonic() - began) / len(self._trials)
                 left_s = took_s * max(most - len(self._trials), 0)
-                self.say(f"{_where(slot)}: {self._outcome(trial, plan)}; {_left(left_s)}")
+                left = f"at most {time_words(left_s)} left" if left_s else "that was the last"
+                self.say(f"{_where(slot)}: {self._outcome(trial, plan)}; {left}")
             number += 1
 
     def _seen(self) -> dict[str, list[Probe]]:
@@ -210,29 +220,46 @@ class Comparer:
     async def _prepare(self, server: Server) -> None:
         """Warm a server up, and see how fast it answers when it has nothing else to do."""
         name = server.target.name
-        conversations = self.workload(self.warm_up_rate, child_seed(0, len(self._best_ping_s), 1))
-        async with self.connect(server.url) as client:
-            await run(
-                conversations[: self.warm_up],
-                client,
-                concurrency=WARM_UP_TOGETHER,
-                stop=self.stop,
-            )
-            self._best_ping_s[name] = await ping_s(client)
+        rate = max(2 * self.warm_up / self.window.duration_s, 1e-9)  # so that there are enough
+        conversations = self.workload(rate, child_seed(WARM_UP_SEED, self._num_prepared, 0))
+        self._num_prepared += 1
+        client = await self._client(server)
+        await run(
+            conversations[: self.warm_up], client, concurrency=WARM_UP_TOGETHER, stop=self.stop
+        )
+        self._best_ping_s[name] = await ping_s(client)
+
+    async def _client(self, server: Server) -> Client:
+        """A new client for a server that has just become ready."""
+        name = server.target.name
+        await self._disconnect(name)
+        stack = AsyncExitStack()
+        try:
+            client = await stack.enter_async_context(self.connect(server.url))
+        except ServerUnusable as error:
+            raise TargetError(f"{name}: {error}") from error
+        self._clients[name] = client, stack
+        return client
+
+    async def _disconnect(self, name: str) -> None:
+        if name in self._clients:
+            await self._clients.pop(name)[1].aclose()
 
     async def _trial(self, server: Server, slot: Slot) -> Trial:
         notes = []
-        async with self.connect(server.url) as client:
-            best_s = self._best_ping_s[slot.target]
-            if why := await wait_quiet(client, best_s, QUIET_PATIENCE_S, self.stop):
-                notes.append(why)
-            result = await run_trial(
-                self.workload(slot.rate, slot.seed),
-                client,
-                self.window,
-                self.objectives,
-                self.stop,
-            )
+        client = self._clients[slot.target][0]
+        best_s = self._best_ping_s[slot.target]
+        if why := await wait_quiet(client, best_s, QUIET_PATIENCE_S, self.stop):
+            notes.append(why)
+        conversations = self.workload(slot.rate, slot.seed)
+        result = await run_trial(
+            conversations,
+            client,
+            self.window,
+            self.objectives,
+            self.stop,
+            partial(self.on_record, slot),
+        )
         if spoiled := summarize(result, next(iter(self.objectives.values()))).spoiled:
             notes.append(spoiled)
         return Trial(
@@ -252,8 +279,8 @@ class Comparer:
         met, total = figures.attainment.met, figures.attainment.total
         words = f"{met} of {total} met their SLOs"
         if total:
-            words += f" ({met / total:.0%}), TTFT p50 {figures.ttft.p50 * 1e3:.0f} ms,"
-            words += f" TPOT p50 {figures.tpot.p50 * 1e3:.1f} ms"
+            words += f" ({percent(met / total)}), TTFT p50 {time_words(figures.ttft.p50)},"
+            words += f" TPOT p50 {time_words(figures.tpot.p50)}"
         if figures.errors:
             words += ", errors: " + ", ".join(f"{n} {kind}" for kind, n in figures.errors.items())
         probes = [probe for probe in self._seen()[trial.target] if probe.met]
@@ -290,9 +317,3 @@ def rotated(names: Sequence[str], turns: int) -> list[str]:
 
 def _where(slot: Slot) -> str:
     return f"round {slot.round + 1}, {slot.target} at {slot.rate:.3g}/s"
-
-
-def _left(seconds: float) -> str:
-    if seconds < 90:
-        return f"at most {seconds:.0f} s left"
-    return f"at most {seconds / 60:.0f} min left"

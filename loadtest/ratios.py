@@ -168,7 +168,8 @@ class _Sample:
         num_places = drawn.weights.shape[1]
         if self.figure.percentile is None:
             sums = np.bincount(self.places, self.values, minlength=num_places)
-            return (drawn.weights @ sums) / (drawn.rounds @ self.durations)
+            over: Array = (drawn.weights @ sums) / (drawn.rounds @ self.durations)
+            return over
         edges = np.unique(np.quantile(self.values, np.linspace(0, 1, BINS + 1), method="lower"))
         bins = np.searchsorted(edges, self.values, side="right") - 1
         counts = np.zeros((num_places, len(edges)))

@@ -3,7 +3,8 @@
 A configuration is started on a free port, waited for at ``/ready``, and stopped as a terminal does
 it, by SIGINT; what does not end is killed with all that it has started, and what the load test
 itself leaves behind when it is killed is interrupted by the kernel (Linux). Its output is kept in a
-file. Knows nothing about requests.
+file. While it has no turn it can be paused, so that it costs the others nothing but memory. Knows
+nothing about requests.
 """
 
 import asyncio
@@ -40,6 +41,17 @@ _DIES_WITH_PARENT = (
 )
 
 
+# Wakes what was paused when its input ends: when we say so, and when we are no more.
+_WAKER = """
+import os, signal, sys
+for pid in reversed(sys.stdin.read().split()):
+    try:
+        os.kill(int(pid), signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+"""
+
+
 class TargetError(Exception):
     """A target is not what it should be, or does not start; the message is one line."""
 
@@ -68,7 +80,9 @@ def parse_targets(texts: Sequence[str]) -> tuple[Target, ...]:
     targets = tuple(parse_target(text) for text in texts)
     names = [target.name for target in targets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise TargetError(f"two targets are called {twice[0]!r}: give them names, NAME={texts[-1]}")
+        raise TargetError(
+            f"two targets are called {twice[0]!r}: give each a name of its own, NAME=..."
+        )
     if len(targets) < 2:
         raise TargetError(f"a comparison needs two targets or more, got {len(targets)}")
     return targets
@@ -132,6 +146,7 @@ class Server:
         self.log = log
         self.ready_s = 0.0  # from its start
         self._process = process
+        self._waker: subprocess.Popen[str] | None = None
 
     @property
     def died(self) -> str:
@@ -166,10 +181,35 @@ class Server:
                 )
             await asyncio.sleep(POLL_S)
 
+    def pause(self) -> None:
+        """Let none of its processes run until ``resume`` (SIGSTOP; only of a managed one)."""
+        if self._process is None or self._waker or sys.platform != "linux":
+            return
+        words = [sys.executable, "-IS", "-c", _WAKER]
+        self._waker = subprocess.Popen(
+            words, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._waker.stdin
+        paused: set[int] = set()
+        # Who still runs may start others: look until there is nobody new.
+        while found := {self._process.pid, *map(_pid, descendants(self._process.pid))} - paused:
+            for pid in sorted(found):  # those who watch others first
+                print(pid, file=self._waker.stdin, flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            paused |= found
+
+    def resume(self) -> None:
+        """Go on after ``pause``; else nothing."""
+        if self._waker:
+            self._waker.communicate()
+            self._waker = None
+
     async def stop(self, patience_s: float = STOP_S) -> None:
         """SIGINT, and after so long SIGKILL for it and all it has started. URLs are left alone."""
         if self._process is None:
             return
+        self.resume()
         family = descendants(self._process.pid)
         try:
             if self._process.poll() is None:
@@ -278,6 +318,10 @@ def descendants(root: int) -> set[tuple[int, str]]:
         found.add((pid, _born(pid)))
         todo += children.get(pid, ())
     return found
+
+
+def _pid(process: tuple[int, str]) -> int:
+    return process[0]
 
 
 def _born(pid: int) -> str:

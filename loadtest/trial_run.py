@@ -8,10 +8,9 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from loadtest.client import Reply
-from loadtest.conversation import Conversation, Text
+from loadtest.client import Client
+from loadtest.conversation import Conversation
 from loadtest.record import Record, RunResult
 from loadtest.runner import run
 from loadtest.trial import Objectives, Window, judge, patience_s
@@ -22,17 +21,9 @@ QUIET_FACTOR, QUIET_S = 2.0, 0.05  # a quiet server answers within so much of it
 PINGS = 3
 
 
-class Sender(Protocol):
-    """What trials need of a client."""
-
-    async def send(self, text: Text, max_tokens: int) -> Reply:
-        """One request; never raises for what a server does."""
-        ...
-
-
 async def run_trial(
     conversations: Sequence[Conversation],
-    client: Sender,
+    client: Client,
     window: Window,
     objectives: Objectives,
     stop: asyncio.Event,
@@ -72,12 +63,12 @@ async def run_trial(
     )
 
 
-async def ping_s(client: Sender) -> float:
+async def ping_s(client: Client) -> float:
     """How long the shortest request takes at best; infinite if the server does not answer."""
     return min([await _ping_s(client) for _ in range(PINGS)])
 
 
-async def wait_quiet(client: Sender, best_s: float, patience_s: float, stop: asyncio.Event) -> str:
+async def wait_quiet(client: Client, best_s: float, patience_s: float, stop: asyncio.Event) -> str:
     """Return when the server answers as fast as one that has nothing else to do; else why not.
 
     A client that goes away does not stop every server: what was cut off may still be computed.
@@ -91,12 +82,12 @@ async def wait_quiet(client: Sender, best_s: float, patience_s: float, stop: asy
         if math.isinf(took_s):
             return "it did not answer before its turn"
         if loop.time() > end:
-            return f"it was still busy {patience_s:.0f} s after the turn before"
+            return f"it was still busy {patience_s:g} s after the turn before"
         await asyncio.sleep(min(took_s, 1.0))
     return ""
 
 
-async def _ping_s(client: Sender) -> float:
+async def _ping_s(client: Client) -> float:
     loop = asyncio.get_running_loop()
     started = loop.time()
     reply = await client.send(PING, 1)
