@@ -59,6 +59,27 @@ def test_a_server_is_ready_and_its_output_kept(tmp_path: Path) -> None:
     assert re.search(r"fake_baton\.py serve --ttft-ms 1 --host 127\.0\.0\.1 --port \d+$", first)
 
 
+def state(pid: int) -> str:
+    return str(psutil.Process(pid).status())
+
+
+def test_a_paused_server_does_not_run_and_goes_on_after_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        server = await started(tmp_path, "--behaviour", "stubborn")  # it has a child
+        family = pids(tmp_path / "pd.log")
+        server.pause()
+        server.pause()  # twice is as once
+        until(lambda: {state(pid) for pid in family} == {"stopped"}, "both are stopped")
+        server.resume()
+        assert "stopped" not in {state(pid) for pid in family}
+        assert urllib.request.urlopen(f"{server.url}/ready", timeout=5).status == 200
+        server.pause()
+        await server.stop(patience_s=0.1)
+        until(lambda: not any(map(running, family)), "a paused one is stopped as well")
+
+    run(scenario())
+
+
 def test_a_url_is_left_alone(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = await start(Target("other", url="http://127.0.0.1:9"), tmp_path)
@@ -115,12 +136,15 @@ def test_who_dies_says_how(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
-def test_a_killed_load_test_leaves_no_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["pass", "server.pause()"])
+def test_a_killed_load_test_leaves_no_server(tmp_path: Path, then: str) -> None:
+    """Nor one that was paused when nobody is left to wake it."""
     code = f"""
 import asyncio, os, signal
 from pathlib import Path
 from loadtest.targets import Target, start
-asyncio.run(start(Target("pd"), Path({str(tmp_path)!r}), {COMMAND!r}, {PATIENCE_S}))
+server = asyncio.run(start(Target("pd"), Path({str(tmp_path)!r}), {COMMAND!r}, {PATIENCE_S}))
+{then}
 os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60)
@@ -138,8 +162,16 @@ def test_the_real_one(tmp_path: Path, full: bool) -> None:
         server = await start(target, tmp_path)
         family = psutil.Process().children(recursive=True)
         assert len(family) > 3  # Ray and what it runs
-        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as response:
+        server.pause()
+        await asyncio.sleep(20)  # Ray's processes ask after one another every few seconds
+        server.resume()
+        body = b'{"prompt": "Hello", "max_tokens": 4}'
+        question = urllib.request.Request(
+            f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(question, timeout=30) as response:
             assert response.status == 200
+        assert set(psutil.Process().children(recursive=True)) == set(family)  # nobody was replaced
         await server.stop()
         return family
 
