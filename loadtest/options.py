@@ -13,7 +13,7 @@ class ServerOptions:
     url: str = "http://127.0.0.1:8000"  # any OpenAI-compatible server, with or without /v1
     model: str = ""  # as the API calls it; empty: the first one of /v1/models
     endpoint: str = "chat"  # chat or completions
-    prompts: str = "words"  # words, ids (of tokens, for completions), or a tokenizer.json
+    prompts: str = "words"  # words; ids or ids:VOCABULARY, for completions; or a tokenizer.json
     api_key_file: str = ""  # a file that holds the key of the API
     ignore_eos: bool = True  # answers of exactly the length that was asked for
     temperature: float = 0.0
@@ -41,7 +41,7 @@ class WorkloadOptions:
     max_model_len: int = 0  # the server's context; 0: not checked here
     arrivals: str = "poisson"  # constant, poisson, gamma:0.25, bursts:4, ramp:0.5..2
     rate: float = 1.0  # requests/s
-    duration_s: float = 60.0  # requests are sent for so long
+    duration_s: float = 0.0  # requests are sent for so long; 0: 60, or all of a trace
     requests: int = 0  # so many requests, instead of a duration
     concurrency: int = 0  # so many at a time, each sent when another ends, instead of a rate
     seed: int = 0  # the same seed asks the same at the same times
@@ -54,7 +54,7 @@ class RunOptions:
 
     out: str = ""  # folder for requests.jsonl, summary.json, report.html; empty: a new one
     warmup: int = 2  # requests before it begins, which do not count
-    grace_s: float = 30.0  # after Ctrl-C, for requests in flight; once more ends at once
+    grace_s: float = 0.0  # after Ctrl-C, for answers on their way
     find_max_rate: bool = False  # search the highest rate that meets the SLOs
     attainment: float = 0.9  # share of the requests that must meet all of them
     max_probes: int = 10  # runs of a search

@@ -17,6 +17,7 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
+from loadtest.options import CompareOptions, RunOptions, ServerOptions, WorkloadOptions
 from router.config import RouterConfig
 from services.config import LIMITS, ROLES, AppConfig, ConfigError, Limit, WorkerConfig, load
 from services.engine.config import EngineConfig
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         names = {field.name for field in fields(DrainOptions)}
         given = {name: value for name, value in vars(args).items() if name in names}
         return run_drain(DrainOptions(**given))
+    if args.command == "loadtest":
+        return _run_loadtest(args)
     flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
     config = load(getattr(args, "config", None), flags)
     if args.command == "local":
@@ -70,6 +73,26 @@ def run(args: argparse.Namespace) -> int:
     from services.serve import run_serve
 
     return run_serve(config)
+
+
+def _run_loadtest(args: argparse.Namespace) -> int:
+    """A run, a search, a comparison, or a report of a run that is over."""
+    from loadtest import command
+
+    def of(cls: type[Any]) -> Any:
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
+
+    server, workload, options = of(ServerOptions), of(WorkloadOptions), of(RunOptions)
+    try:
+        if args.what == "report":
+            return command.run_report(args.folder, workload.slo)
+        if args.what == "compare":
+            compare = of(CompareOptions)
+            return command.run_compare(args.targets, server, workload, options, compare)
+        return command.run_loadtest(server, workload, options)
+    except command.LoadTestError as error:
+        fail(str(error))
 
 
 def fail(message: str) -> NoReturn:
@@ -106,6 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
             )
         )
     _add_drain(commands)
+    _add_loadtest(commands)
     text = "download, check and convert a model into the cache"
     command = commands.add_parser("fetch", help=text, description=text)
     command.add_argument(
@@ -143,6 +167,45 @@ def _add_drain(commands: Any) -> None:
     )
 
 
+def _add_loadtest(commands: Any) -> None:
+    text = "send requests to any OpenAI-compatible server, and report goodput under SLOs"
+    run = commands.add_parser(
+        "loadtest",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. `baton loadtest compare TARGET TARGET ...` runs"
+        " several by turns; `baton loadtest report FOLDER` writes a report anew. docs/loadtest.md"
+        " explains all of it.",
+        argument_default=argparse.SUPPRESS,
+    )
+    run.set_defaults(what="run")
+    what = run.add_subparsers(metavar="[compare|report]", required=False)
+    text = "several targets by turns, in rounds: ratios with intervals"
+    compare = what.add_parser(
+        "compare", help=text, description=text, argument_default=argparse.SUPPRESS
+    )
+    compare.set_defaults(what="compare")
+    compare.add_argument(
+        "targets",
+        nargs="+",
+        metavar="TARGET",
+        help="URL, NAME=URL, NAME=FILE.yaml or NAME='--mixed 1 --prefill 0 --decode 0': a running"
+        " server, or a configuration of baton serve that is started and stopped",
+    )
+    _add_fields(compare.add_argument_group("comparison"), CompareOptions, typed=True)
+    for command in (run, compare):
+        but = ("url",) if command is compare else ()
+        _add_fields(command.add_argument_group("server"), ServerOptions, but, typed=True)
+        _add_fields(command.add_argument_group("workload"), WorkloadOptions, typed=True)
+        _add_fields(command.add_argument_group("run and results"), RunOptions, typed=True)
+    text = "write the report of a run anew, by other objectives if given"
+    report = what.add_parser(
+        "report", help=text, description=text, argument_default=argparse.SUPPRESS
+    )
+    report.set_defaults(what="report")
+    report.add_argument("folder", metavar="FOLDER", help="of a run")
+    report.add_argument("--slo", metavar="TEXT", help=field_notes(WorkloadOptions)["slo"])
+
+
 def _add_flags(command: argparse.ArgumentParser) -> None:
     """Flags that were not given are not in the result: defaults are the business of ``load``."""
     app = command.add_argument_group("deployment")
@@ -164,19 +227,28 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
     _add_fields(command.add_argument_group("router"), RouterConfig, but=("api_keys",))
 
 
-def _add_fields(group: argparse._ArgumentGroup, cls: type[Any], but: tuple[str, ...] = ()) -> None:
+def _add_fields(
+    group: argparse._ArgumentGroup,
+    cls: type[Any],
+    but: tuple[str, ...] = (),
+    typed: bool = False,  # argparse converts values; else that is left to ``load``
+) -> None:
     notes, defaults = field_notes(cls), cls()
     for field in fields(cls):
         default = getattr(defaults, field.name)
         if is_dataclass(default) or field.name in but:
             continue
-        flag = "--" + field.name.replace("_", "-")
+        name = field.name.removesuffix("_s") if typed else field.name
+        flag = "--" + name.replace("_", "-")
         text = notes.get(field.name, "").replace("%", "%%")
         text += f" (default: {default})" if default != "" else ""
         if isinstance(default, bool):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text.strip())
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, dest=field.name, action=action, help=text.strip())
         else:
-            group.add_argument(flag, metavar=_metavar(field.name, default), help=text.strip())
+            kind: Any = type(default) if typed else None
+            metavar = _metavar(field.name, default)
+            group.add_argument(flag, dest=field.name, metavar=metavar, type=kind, help=text.strip())
 
 
 def _metavar(name: str, default: object) -> str:

@@ -1,0 +1,396 @@
+"""``baton loadtest``: options in; a folder of results, a table and an exit status out.
+
+    run_loadtest   one server: a run, or the search for its highest rate
+    run_compare    several targets by turns
+    run_report     the report of a run that is over, by other objectives if wished
+
+Ctrl-C ends each of them early: what there is by then is kept and reported.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loadtest.calibrate import calibrate
+from loadtest.client import Client, ClientOptions, ServerUnusable
+from loadtest.compare import Comparer, Plan, Search, Sweep, Workload
+from loadtest.comparison import ComparisonReport
+from loadtest.comparison_html import comparison_html
+from loadtest.conversation import Conversation
+from loadtest.event_loop import new_event_loop
+from loadtest.figures import plain_values, summarize
+from loadtest.html_report import run_html
+from loadtest.options import CompareOptions, RunOptions, ServerOptions, WorkloadOptions
+from loadtest.ratios import notes, section
+from loadtest.record import Record
+from loadtest.runner import run
+from loadtest.search import RateSearch
+from loadtest.slo import SLO
+from loadtest.source import Source, load_words, slos_of, source_of, writer_of
+from loadtest.store import REPORT, REQUESTS, RunFolder, RunInfo, read_run
+from loadtest.targets import Target, TargetError, parse_targets
+from loadtest.terminal import Progress, comparison_table, summary_table
+from loadtest.trial import Comparison, Trial, Window
+from loadtest.writer import WordWriter, Writer
+
+Result = TypeVar("Result")
+
+OK, NOTHING_ENDED_WELL, INTERRUPTED = 0, 1, 130
+COMPARISON = "comparison.json"
+WARM_UP_SEEDS = 1 << 20  # apart from those of the run: texts that it does not have
+
+
+class LoadTestError(Exception):
+    """It cannot be run as asked; the message is for the user."""
+
+
+@contextlib.contextmanager
+def _wrong_use() -> Iterator[None]:
+    """What is wrong with the options, the server or a file, as one error."""
+    try:
+        yield
+    except (ValueError, OSError, ServerUnusable, TargetError) as error:
+        raise LoadTestError(str(error)) from error
+
+
+def run_loadtest(server: ServerOptions, workload: WorkloadOptions, options: RunOptions) -> int:
+    """The exit status. Raises LoadTestError."""
+    with _wrong_use():
+        source, asker = source_of(workload), Asker(server)
+        if not options.find_max_rate:
+            folder = new_folder(options.out)
+            return _in_loop(_run(asker, workload, options, source, folder))
+        search = RateSearch(source.extent.rate, options.attainment, options.max_probes)
+        target = Target("server", url=asker.client_options().url)
+        plan = Search(search, workload.seed)
+        return _compared(asker, workload, options, source, (target,), plan)
+
+
+def run_compare(
+    targets: Sequence[str],
+    server: ServerOptions,
+    workload: WorkloadOptions,
+    options: RunOptions,
+    compare: CompareOptions,
+) -> int:
+    """The exit status. Raises LoadTestError."""
+    with _wrong_use():
+        source, asker = source_of(workload), Asker(server)
+        parsed = parse_targets(targets)
+        rates = _rates(compare.rates) or (source.extent.rate,)
+        plan: Plan = Sweep(rates, compare.rounds, workload.seed, options.attainment)
+        if options.find_max_rate:
+            search = RateSearch(rates[0], options.attainment, options.max_probes)
+            plan = Search(search, workload.seed)
+        return _compared(asker, workload, options, source, parsed, plan, compare.restart)
+
+
+def run_report(folder: str, slo: str = "") -> int:
+    """Write a run's report anew, by other objectives if there are any. Raises LoadTestError."""
+    with _wrong_use():
+        stored = read_run(Path(folder))
+        slos = slos_of(slo, list(stored.slos), stored.slos)
+        summary = summarize(stored.result, slos)
+        page = Path(folder) / REPORT
+        page.write_text(run_html(stored.info, stored.result, summary), encoding="utf-8")
+    print(summary_table(summary, sys.stdout.isatty()))
+    print(f"{page}")
+    return OK
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Asker:
+    """Makes clients, and the writer of their prompts, completed by the first server asked."""
+
+    options: ServerOptions
+    writer: Writer = field(init=False)
+    model: str = field(default="", init=False)
+    _to_calibrate: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that make no sense."""
+        self.writer, self._to_calibrate = writer_of(self.options.prompts)
+        self.client_options()
+
+    def client_options(self, url: str = "") -> ClientOptions:
+        """For a server, by default that of the options. Raises ValueError, OSError."""
+        given = self.options
+        try:
+            extra = json.loads(given.extra_body or "{}")
+        except ValueError as error:
+            raise ValueError(f"extra-body: not JSON: {error}") from None
+        if not isinstance(extra, dict):
+            raise ValueError("extra-body: want a JSON object")
+        key = Path(given.api_key_file).read_text().strip() if given.api_key_file else ""
+        return ClientOptions(
+            url=url or given.url,
+            model=given.model,
+            endpoint=given.endpoint,
+            api_key=key,
+            ignore_eos=given.ignore_eos,
+            temperature=given.temperature,
+            timeout_s=given.timeout_s,
+            extra_body=extra,
+        )
+
+    @contextlib.asynccontextmanager
+    async def connect(self, url: str = "") -> AsyncIterator[Client]:
+        """A client. Raises ServerUnusable."""
+        async with Client(self.client_options(url)) as client:
+            self.model = client.model
+            if self._to_calibrate:
+                assert isinstance(self.writer, WordWriter)
+                self.writer = await calibrate(client, self.writer)
+                self._to_calibrate = False
+            yield client
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+async def _run(
+    asker: Asker, workload: WorkloadOptions, options: RunOptions, source: Source, path: Path
+) -> int:
+    stop = stop_on_signals()
+    extent = source.extent
+    async with asker.connect() as client:
+        warm_up, _ = source.conversations(
+            asker.writer, replace(extent, text_seed=_other(extent.text_seed))
+        )
+        await run(warm_up[: options.warmup], client, concurrency=1, stop=stop)
+        conversations, remarks = source.conversations(asker.writer, extent)
+        if not conversations:
+            raise ValueError("no request is due in that time: a higher rate or a longer duration")
+        info = RunInfo(
+            target=asker.client_options().url,
+            workload=f"{source.name}: {source.about}",
+            load=load_words(workload, extent),
+            model=asker.model,
+            command=command_line(),
+            facts=facts(asker.writer) | {"Seed": str(workload.seed)},
+        )
+        for line in (f"{info.model} at {info.target}", info.workload, info.load, *remarks):
+            print(line)
+        progress = Progress(
+            sys.stderr,
+            sum(len(conversation.turns) for conversation in conversations),
+            0.0 if workload.concurrency else conversations[-1].at_s,
+        )
+        with RunFolder(path, info, source.slos) as folder, showing(progress):
+
+            def ended(record: Record) -> None:
+                folder.add(record)
+                progress.done(record)
+
+            result = await run(
+                conversations,
+                client,
+                concurrency=workload.concurrency,
+                stop=stop,
+                grace_s=options.grace_s,
+                on_record=ended,
+                on_sent=progress.sent,
+            )
+        summary = summarize(result, source.slos)
+        folder.finish(result, summary, run_html(info, result, summary))
+    print(summary_table(summary, sys.stdout.isatty()))
+    print(f"{path / REPORT}")
+    if result.interrupted:
+        return INTERRUPTED
+    return OK if summary.total.num_ok else NOTHING_ENDED_WELL
+
+
+@contextlib.contextmanager
+def showing(progress: Progress) -> Iterator[None]:
+    """Show the progress meanwhile."""
+    task = asyncio.get_running_loop().create_task(progress.show())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+# --- a comparison --------------------------------------------------------------------------------
+
+
+def _compared(
+    asker: Asker,
+    workload: WorkloadOptions,
+    options: RunOptions,
+    source: Source,
+    targets: Sequence[Target],
+    plan: Plan,
+    restart: bool = False,
+) -> int:
+    if not any(slo != SLO() for slo in source.slos.values()):
+        raise ValueError("want objectives to judge by, such as --slo ttft=500ms,tpot=50ms")
+    if workload.concurrency or workload.requests:
+        raise ValueError(
+            "a search or a comparison has rates and durations: without concurrency and requests"
+        )
+    path = new_folder(options.out)
+    window = Window(source.extent.duration_s)
+    comparison = _in_loop(
+        compared(asker, source, targets, plan, window, {"SLO": source.slos}, path, restart)
+    )
+    description = f"{source.about} {load_words(workload, source.extent)}"
+    report = ComparisonReport(
+        title="Highest rate" if len(targets) == 1 else "Comparison",
+        started=comparison.started,
+        command=command_line(),
+        targets={target.name: target.what for target in targets},
+        sections=[section(comparison, source.name, description)],
+        attainment=comparison.attainment,
+        facts=facts(asker.writer) | {"Model": asker.model, "Seed": str(workload.seed)},
+        notes=notes(comparison),
+    )
+    write_comparison(path, report)
+    print(comparison_table(report))
+    print(f"{path / REPORT}")
+    if comparison.interrupted:
+        return INTERRUPTED
+    ended = (record for trial in comparison.trials for record in trial.result.records)
+    return OK if any(not record.error for record in ended) else NOTHING_ENDED_WELL
+
+
+async def compared(
+    asker: Asker,
+    source: Source,
+    targets: Sequence[Target],
+    plan: Plan,
+    window: Window,
+    objectives: Mapping[str, Mapping[str, SLO]],
+    path: Path,
+    restart: bool = False,
+) -> Comparison:
+    """Make the trials; every request is in ``path``'s requests.jsonl as soon as its trial ends."""
+    stop = stop_on_signals()
+
+    def conversations(rate: float, seed: int) -> list[Conversation]:
+        extent = replace(
+            source.extent,
+            rate=rate,
+            duration_s=window.duration_s,
+            num_requests=0,
+            seed=seed,
+            text_seed=seed,
+        )
+        return source.conversations(asker.writer, extent)[0]
+
+    asked: Workload = conversations
+    with (path / REQUESTS).open("a", buffering=1) as file:
+
+        def keep(trial: Trial) -> None:
+            where = {"target": trial.target, "rate": trial.rate, "round": trial.round}
+            for record in trial.result.records:
+                file.write(json.dumps(where | record.to_json(), separators=(",", ":")) + "\n")
+
+        comparer = Comparer(
+            workload=asked,
+            window=window,
+            objectives=objectives,
+            connect=asker.connect,
+            stop=stop,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            on_trial=keep,
+        )
+        return await comparer.compare(targets, plan, path, restart)
+
+
+def write_comparison(path: Path, report: ComparisonReport) -> None:
+    """comparison.json and report.html."""
+    text = json.dumps(plain_values(report), indent=1, ensure_ascii=False, allow_nan=False)
+    (path / COMPARISON).write_text(text + "\n", encoding="utf-8")
+    (path / REPORT).write_text(comparison_html(report), encoding="utf-8")
+
+
+# --- bits and pieces -----------------------------------------------------------------------------
+
+
+def _in_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Set by Ctrl-C or SIGTERM; the second Ctrl-C is as usual."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stopping() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping)
+    return stop
+
+
+def new_folder(out: str) -> Path:
+    """The folder for results, made. Raises ValueError where there are results already."""
+    path = Path(out or time.strftime("loadtest-%Y%m%d-%H%M%S"))
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / REQUESTS).exists():
+        raise ValueError(f"out {str(path)!r} holds results already: name another folder")
+    return path
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """``"0.5,1,2"``, ascending."""
+    try:
+        rates = tuple(sorted(float(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        raise ValueError(f"rates {text!r}: want numbers, 0.5,1,2") from None
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise ValueError(f"rates {text!r}: want numbers above 0")
+    return rates
+
+
+def _other(seed: int) -> int:
+    return seed + WARM_UP_SEEDS
+
+
+def facts(writer: Writer) -> dict[str, str]:
+    """What a reader of a report wants to know besides."""
+    try:
+        baton = version("baton-serving")
+    except PackageNotFoundError:
+        baton = "from its source"
+    found = {
+        "Machine": machine(),
+        "Client": f"Baton {baton}, Python {platform.python_version()}, {platform.platform()}",
+    }
+    if isinstance(writer, WordWriter) and writer.note:
+        found["Prompts"] = writer.note
+    return found
+
+
+def machine() -> str:
+    """Where this runs: processor, cores that it may use, memory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        memory = Path("/proc/meminfo").read_text().split()[1]
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    cores = len(os.sched_getaffinity(0))
+    return f"{name or platform.machine()}, {cores} cores, {int(memory) / 2**20:.0f} GiB"
+
+
+def command_line() -> str:
+    """What was typed."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
