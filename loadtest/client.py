@@ -3,8 +3,8 @@
 Figures follow from what is noted here, so this is where they are made equal to those of
 ``vllm bench serve`` (its ``lib/endpoint_request_func.py``):
 
-* the clock of a request starts just before it is handed to the HTTP library: making a connection
-  counts, if there is none to reuse;
+* the clock of a request starts when it is handed to HTTP: making a connection counts, if there is
+  none to reuse;
 * a *chunk* is any event that has ``choices`` which are not empty, whatever they hold. So a chat's
   first chunk that only names the role is the first token for TTFT, an empty text (special tokens,
   half of a character) counts, and so does a last chunk that only gives the ``finish_reason``:
@@ -21,30 +21,27 @@ without ``finish_reason`` and ``[DONE]`` has failed.
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import io
 import json
 import resource
 import socket
-import time
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final
-
-import aiohttp
-import yarl
+from typing import Any
 
 from loadtest.conversation import Text
+from loadtest.http1 import Address, Broken, Http, NotHTTP, clock
 from loadtest.sse import EventParser
 
-clock: Final = time.monotonic  # of all times here; that of the event loop too
 Messages = Sequence[Mapping[str, Any]]
 
-PATHS = {"chat": "v1/chat/completions", "completions": "v1/completions"}
-KEEP_ALIVE_S = 4.0  # servers that close idle connections do so after 5 s or later
-BIG_BODY = 1 << 20  # bytes; aiohttp wants larger ones as files
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 MAX_MESSAGE = 300  # characters of what a server says of an error
+MODELS_TIMEOUT_S = 30.0
+MAX_ERROR_BODY = 1 << 16  # bytes
 
 
 class ServerUnusable(Exception):
@@ -67,16 +64,13 @@ class ClientOptions:
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
             raise ValueError(f"endpoint {self.endpoint!r}: one of {', '.join(PATHS)}")
-        parsed = yarl.URL(self.url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"url {self.url!r}: want http://HOST:PORT or https://HOST")
+        self.address()
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s {self.timeout_s}: must be positive")
 
-    def address(self, path: str) -> yarl.URL:
-        """Of a path such as ``v1/models`` on the server."""
-        base = self.url.rstrip("/").removesuffix("/v1")
-        return yarl.URL(f"{base}/{path}")
+    def address(self) -> Address:
+        """The server's; raises ValueError for a URL that is none."""
+        return Address.parse(self.url.rstrip("/").removesuffix("/v1"))
 
 
 @dataclass(frozen=True)
@@ -103,14 +97,40 @@ class Exchange:
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._usage: dict[str, Any] = {}
+        self._events = EventParser()
+        self._status = 0
+        self._refusal = b""  # the body of an answer that is no 200
 
     def fail(self, error: str, message: str) -> None:
         """The first failure is the one that counts."""
         if not self.error:
             self.error, self.message = error, message[:MAX_MESSAGE]
 
-    def take(self, event: str, at: float) -> None:
-        """One event of the stream, read from the socket ``at``."""
+    def receive(self, status: int, data: bytes, at: float) -> None:
+        """A piece of the answer, read from the socket ``at``."""
+        self._status = status
+        if status != 200:
+            self._refusal += data[: MAX_ERROR_BODY - len(self._refusal)]
+            return
+        self._last_at = at
+        try:
+            for event in self._events.feed(data):
+                self._take(event, at)
+        except UnicodeDecodeError as error:
+            self.fail("malformed", f"the stream is not UTF-8: {error}")
+
+    def close(self) -> None:
+        """The answer has ended as HTTP has it."""
+        if self._status == 200:
+            self.receive(200, b"\n\n", self._last_at)  # the last event may lack its blank line
+        else:
+            self.fail(f"http {self._status}", said_in(self._refusal))
+        if not self.ended:
+            self.fail("incomplete", "the stream ended without finish_reason and [DONE]")
+        elif not self.chunk_s:
+            self.fail("empty", "the stream ended without a chunk of an answer")
+
+    def _take(self, event: str, at: float) -> None:
         if event == "[DONE]":
             self.ended = True
             return
@@ -160,7 +180,6 @@ class Client:
     def __init__(self, options: ClientOptions) -> None:
         self.options = options
         self.model = options.model
-        self._address = options.address(PATHS[options.endpoint])
 
     @property
     def is_chat(self) -> bool:
@@ -170,23 +189,14 @@ class Client:
     async def __aenter__(self) -> Client:
         """Raises ServerUnusable when no model was named and the server names none."""
         raise_file_limit()
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json", "Accept": "*/*"}
         if self.options.api_key:
             headers["Authorization"] = f"Bearer {self.options.api_key}"
-        self._sockets: dict[int, TimedSocket] = {}  # the last one of each file number
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=self._new_socket
-            ),
-            headers=headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=self.options.timeout_s),
-            trust_env=False,  # no proxy between us and what we measure
-        )
+        self._http = Http(self.options.address(), headers)
         try:
             self.model = self.model or await self._first_model()
         except BaseException:
-            await self._session.close()
+            await self._http.close()
             raise
         return self
 
@@ -196,7 +206,7 @@ class Client:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._session.close()
+        await self._http.close()
 
     def body(self, prompt: Text | Messages, max_tokens: int, want_ids: bool = False) -> bytes:
         """A request, ready to be sent; raises ValueError for token ids in a chat."""
@@ -233,113 +243,71 @@ class Client:
     async def perform(self, exchange: Exchange, body: bytes) -> None:
         """Send a request that :meth:`body` made; what comes goes into ``exchange``."""
         try:
-            await self._ask(exchange, body)
+            async with asyncio.timeout(self.options.timeout_s):
+                await self._http.ask("POST", PATHS[self.options.endpoint], body, exchange)
         except TimeoutError:
             exchange.fail("timeout", f"no end within {self.options.timeout_s:g} s")
-        except (aiohttp.ClientError, OSError) as error:
+        except (OSError, Broken, NotHTTP) as error:
             exchange.fail(*kind_of(error))
-        except UnicodeDecodeError as error:
-            exchange.fail("malformed", f"the stream is not UTF-8: {error}")
         else:
-            if not exchange.ended:
-                exchange.fail("incomplete", "the stream ended without finish_reason and [DONE]")
-            elif not exchange.chunk_s:
-                exchange.fail("empty", "the stream ended without a chunk of an answer")
-
-    async def _ask(self, exchange: Exchange, body: bytes) -> None:
-        data = body if len(body) < BIG_BODY else io.BytesIO(body)
-        async with self._session.post(self._address, data=data, allow_redirects=False) as response:
-            if response.status != 200:
-                exchange.fail(f"http {response.status}", said_in(await response.read()))
-                return
-            events = EventParser()
-            received = self._socket_of(response)
-            at = exchange.sent_s
-            async for piece in response.content.iter_any():
-                at = received.at if received else clock()
-                for event in events.feed(piece):
-                    exchange.take(event, at)
-            for event in events.close():
-                exchange.take(event, at)
-
-    def _new_socket(self, address: Any) -> socket.socket:
-        family, kind, protocol, _, _ = address
-        made = TimedSocket(family, kind, protocol)
-        self._sockets[made.fileno()] = made
-        return made
-
-    def _socket_of(self, response: aiohttp.ClientResponse) -> TimedSocket | None:
-        """None if the whole answer came at once, and the connection is free already."""
-        connection = response.connection
-        if connection is None or connection.transport is None:
-            return None
-        return self._sockets.get(connection.transport.get_extra_info("socket").fileno())
+            exchange.close()
 
     async def _first_model(self) -> str:
-        address = self.options.address("v1/models")
-        name_one = "name the model if the server is right"
+        where = f"{self.options.url}: /v1/models"
+        answer = _Page()
         try:
-            async with self._session.get(address) as response:
-                raw = await response.read()
-            if response.status != 200:
-                raise ServerUnusable(
-                    f"{address}: http {response.status}: {said_in(raw)}; {name_one}"
-                )
-            return str(json.loads(raw)["data"][0]["id"])
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerUnusable(f"{address}: {': '.join(kind_of(error))}") from error
+            async with asyncio.timeout(MODELS_TIMEOUT_S):
+                await self._http.ask("GET", "/v1/models", b"", answer)
+        except TimeoutError:
+            raise ServerUnusable(f"{where}: no answer within {MODELS_TIMEOUT_S:g} s") from None
+        except (OSError, Broken, NotHTTP) as error:
+            raise ServerUnusable(f"{self.options.url}: {': '.join(kind_of(error))}") from error
+        if answer.status != 200:
+            raise ServerUnusable(f"{where}: http {answer.status}: {said_in(answer.body)}")
+        try:
+            return str(json.loads(answer.body)["data"][0]["id"])
         except (ValueError, TypeError, LookupError) as error:
-            raise ServerUnusable(f"{address}: names no model; {name_one}") from error
+            raise ServerUnusable(f"{where} names no model; name the one to use") from error
 
 
-class TimedSocket(socket.socket):
-    """Remembers when it was last read from: an event loop may be busy before it says so."""
+class _Page:
+    """An answer that is wanted as a whole."""
 
-    at = 0.0
+    status = 0
+    body = b""
 
-    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        data = super().recv(bufsize, flags)
-        self.at = clock()
-        return data
-
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
-        count = super().recv_into(buffer, nbytes, flags)
-        self.at = clock()
-        return count
+    def receive(self, status: int, data: bytes, at: float) -> None:
+        self.status = status
+        self.body += data
 
 
 def kind_of(error: Exception) -> tuple[str, str]:
-    """The kind of a failure below HTTP's, and its message."""
+    """The kind of a failure below the API's, and its message."""
     text = str(error) or type(error).__name__
-    if isinstance(error, TimeoutError):
-        return "timeout", text
-    cause = getattr(error, "os_error", error)
-    if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return "files", f"no file descriptors left: the limit is {soft} (ulimit -n, at most {hard})"
-    if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
+    if isinstance(error, socket.gaierror):
         return "dns", text
-    if isinstance(error, aiohttp.ClientSSLError):
+    if isinstance(error, ssl.SSLError):
         return "tls", text
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "connect", text
-    malformed = aiohttp.ClientResponseError | aiohttp.InvalidURL
-    return ("malformed" if isinstance(error, malformed) else "reset"), text
+    if isinstance(error, NotHTTP):
+        return "malformed", text
+    return ("reset" if isinstance(error, Broken) else "connect"), text
 
 
-def said_in(body: Any) -> str:
+def said_in(body: object) -> str:
     """The message in an error's body: OpenAI's form, FastAPI's, or whatever it is."""
     if isinstance(body, bytes):
         try:
-            body = json.loads(body)
+            return said_in(json.loads(body))
         except ValueError:
             return body.decode(errors="replace").strip()[:MAX_MESSAGE]
     if isinstance(body, dict):
         for name in ("error", "message", "detail"):
             if body.get(name):
                 return said_in(body[name])
-    text: str = body if isinstance(body, str) else json.dumps(body)
-    return text[:MAX_MESSAGE]
+    return body[:MAX_MESSAGE] if isinstance(body, str) else json.dumps(body)[:MAX_MESSAGE]
 
 
 def raise_file_limit() -> None:

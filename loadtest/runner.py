@@ -17,8 +17,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from loadtest.client import Client, Exchange, Messages, Reply, clock
+from loadtest.client import Client, Exchange, Messages, Reply
 from loadtest.conversation import Conversation, Text
+from loadtest.http1 import clock
 from loadtest.record import INTERRUPTED, NO_IDS, SKIPPED, Record, RunResult
 
 Numbered = tuple[int, Conversation]
@@ -51,8 +52,8 @@ async def run(
         raise ValueError(f"concurrency {concurrency}: 0 or more")
     for conversation in conversations:
         _check(conversation, client.is_chat)
-    runner = _Runner(client, on_record, on_sent)
     with _calm_collector():
+        runner = _Runner(client, on_record, on_sent)
         await runner.run(conversations, concurrency, stop or asyncio.Event(), grace_s)
     return RunResult(
         records=tuple(sorted(runner.records, key=lambda record: record.index)),
