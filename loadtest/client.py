@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import resource
 import socket
 import ssl
@@ -293,7 +294,11 @@ def kind_of(error: Exception) -> tuple[str, str]:
         return "tls", text
     if isinstance(error, NotHTTP):
         return "malformed", text
-    return ("reset" if isinstance(error, Broken) else "connect"), text
+    if isinstance(error, Broken):
+        return "reset", text
+    if isinstance(error, OSError) and error.errno:
+        text = f"{os.strerror(error.errno).lower()} ({text})"
+    return "connect", text
 
 
 def said_in(body: object) -> str:

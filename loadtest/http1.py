@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httptools
 
 clock: Final = time.monotonic  # the event loop's as well
+TLS_TIMEOUT_S = 10.0  # of a handshake
 KEEP_ALIVE_S = 4.0  # servers that close idle connections do so after 5 s or later
 
 
@@ -29,7 +30,10 @@ class Receiver(Protocol):
     """Where an answer goes to."""
 
     def receive(self, status: int, data: bytes, at: float) -> None:
-        """A piece of the body, read from the socket ``at``; must not raise."""
+        """A piece of the body, read from the socket ``at``; must not raise.
+
+        The first piece is empty: it comes with the headers.
+        """
         ...
 
 
@@ -136,6 +140,7 @@ class Http:
                     family=resolved[0],
                     ssl=self._tls,
                     server_hostname=self.address.host if self._tls else None,
+                    ssl_handshake_timeout=TLS_TIMEOUT_S if self._tls else None,
                 )
             except OSError as error:
                 failures.append(error)
@@ -232,12 +237,14 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
-        self._began = self._status >= 200
+        self._began = self._status >= 200  # else a mere 100 Continue
+        if self._began:
+            self._receiver.receive(self._status, b"", self._at)
 
     def on_body(self, body: bytes) -> None:
         self._receiver.receive(self._status, body, self._at)
 
     def on_message_complete(self) -> None:
-        if self._began:  # not a mere 100 Continue
+        if self._began:
             self.reusable = self.reusable and self._parser.should_keep_alive()
             self._end(None)

@@ -107,6 +107,10 @@ class Stub(asyncio.Protocol):
     def _next_request(self) -> None:
         if self._busy:
             return
+        if self._buffer and not self._buffer[:1].isalpha():  # TLS, for example
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            self.transport.close()
+            return
         head, found, rest = self._buffer.partition(b"\r\n\r\n")
         if not found:
             if len(head) > MAX_HEAD:
