@@ -173,15 +173,15 @@ def test_stop_keeps_what_there_is(stub: RunningStub) -> None:
 
 def test_grace_lets_what_is_in_flight_end(stub: RunningStub) -> None:
     """But no turn follows, not even one that waits already."""
-    talks = [talk("a", "z", tokens=80), talk("b", "z", think=60), talk("c", "z", think=60)]
+    talks = [talk("a", "z", tokens=400), talk("b", "z", think=60), talk("c", "z", think=60)]
     result = play(stub, talks, stop_after=3, grace_s=60)
     assert [record.error for record in result.records] == ["", "", ""]
-    assert len(result.records[0].chunk_s) == 80
+    assert len(result.records[0].chunk_s) == 400
     assert (len(stub.requests()), result.num_planned, result.interrupted) == (3, 6, True)
 
 
 def test_a_stopped_closed_loop_takes_no_more(stub: RunningStub) -> None:
-    talks = [talk(f"p{i}", tokens=80) for i in range(5)]
+    talks = [talk(f"p{i}", tokens=400) for i in range(5)]
     result = play(stub, talks, stop_after=2, concurrency=2, grace_s=60)
     assert [record.error for record in result.records] == ["", ""]
     assert len(stub.requests()) == 2
