@@ -144,6 +144,20 @@ class Trace:
         rest = request.turns[0].input_tokens - self.block * len(whole)
         return [*whole, (request.hash_ids[-1], rest)]
 
+    def template_note(self, writer: Writer) -> str:
+        """What a server's chat template does to short blocks, for people; empty: nothing to say.
+
+        Room for it is made in the last block. Where that is too small, prompts are longer than
+        the trace's, and all of them share the template's front.
+        """
+        if not 0 < self.block <= writer.overhead:
+            return ""
+        return (
+            f"the server puts {writer.overhead} tokens around a prompt, blocks have {self.block}:"
+            " prompts are longer than the trace's and share more (a larger length_scale, or the"
+            " completions endpoint, avoids that)"
+        )
+
     def describe(self) -> str:
         """Lines for the terminal: how much, how long, how often, what is shared and left out."""
         lines = [f"{self.path} ({self.format}): {len(self.requests):,} requests"]

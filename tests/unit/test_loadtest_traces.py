@@ -138,6 +138,9 @@ def test_the_chat_template_is_taken_from_the_last_block(tmp_path: Path) -> None:
     texts = [c.turns[0].text for c in trace.conversations(WordWriter(overhead=10))]
     assert [len(text.split()) for text in texts if isinstance(text, str)] == [22, 22]
     assert prompt_sharing(texts, 16) == Sharing(4, 1)
+    assert trace.template_note(WordWriter(overhead=15)) == ""
+    assert "puts 16 tokens around a prompt" in trace.template_note(WordWriter(overhead=16))
+    assert read_trace("sample:burstgpt").template_note(WordWriter(overhead=600)) == ""
 
 
 def test_an_id_behind_another_prefix_shares_nothing_and_is_said(tmp_path: Path) -> None:
