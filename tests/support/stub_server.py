@@ -400,8 +400,8 @@ def main(argv: list[str] | None = None) -> None:
 class RunningStub:
     """A stub in a process of its own, as seen by a test."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, pid: int = 0) -> None:
+        self.port, self.pid = port, pid
         self.url = f"http://127.0.0.1:{port}"
 
     def requests(self) -> list[Seen]:
@@ -428,7 +428,7 @@ def running_stub(**flags: float | str | bool) -> Iterator[RunningStub]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout
-        yield RunningStub(int(process.stdout.readline()))
+        yield RunningStub(int(process.stdout.readline()), process.pid)
     finally:
         process.kill()
         process.communicate(timeout=30)
