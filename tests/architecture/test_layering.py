@@ -52,6 +52,7 @@ HEAVY = {
     },
     "llvmlite": {"services/engine/intrinsics.py", "services/engine/kernels.py"},
     "transformers": set(),
+    "httptools": {"loadtest/http1.py"},
 }
 
 PURE = [
