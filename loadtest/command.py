@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from loadtest.calibrate import calibrate
 from loadtest.client import Client, ClientOptions, ServerUnusable
-from loadtest.compare import Comparer, Plan, Search, Sweep, Workload
+from loadtest.compare import Comparer, Plan, Search, Slot, Sweep, Workload
 from loadtest.comparison import ComparisonReport
 from loadtest.comparison_html import comparison_html
 from loadtest.conversation import Conversation
@@ -37,11 +37,11 @@ from loadtest.record import Record
 from loadtest.runner import run
 from loadtest.search import RateSearch
 from loadtest.slo import SLO
-from loadtest.source import Source, load_words, slos_of, source_of, writer_of
+from loadtest.source import Extent, Source, load_words, slos_of, source_of, writer_of
 from loadtest.store import REPORT, REQUESTS, RunFolder, RunInfo, read_run
 from loadtest.targets import Target, TargetError, parse_targets
 from loadtest.terminal import Progress, comparison_table, summary_table
-from loadtest.trial import Comparison, Trial, Window
+from loadtest.trial import Comparison, Window
 from loadtest.writer import WordWriter, Writer
 
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ def run_loadtest(server: ServerOptions, workload: WorkloadOptions, options: RunO
         source, asker = source_of(workload), Asker(server)
         if not options.find_max_rate:
             folder = new_folder(options.out)
-            return _in_loop(_run(asker, workload, options, source, folder))
+            return in_loop(_run(asker, workload, options, source, folder))
         search = RateSearch(source.extent.rate, options.attainment, options.max_probes)
         target = Target("server", url=asker.client_options().url)
         plan = Search(search, workload.seed)
@@ -244,7 +244,7 @@ def _compared(
         )
     path = new_folder(options.out)
     window = Window(source.extent.duration_s)
-    comparison = _in_loop(
+    comparison = in_loop(
         compared(asker, source, targets, plan, window, {"SLO": source.slos}, path, restart)
     )
     description = f"{source.about} {load_words(workload, source.extent)}"
@@ -277,38 +277,53 @@ async def compared(
     path: Path,
     restart: bool = False,
 ) -> Comparison:
-    """Make the trials; every request is in ``path``'s requests.jsonl as soon as its trial ends."""
-    stop = stop_on_signals()
-
-    def conversations(rate: float, seed: int) -> list[Conversation]:
-        extent = replace(
-            source.extent,
-            rate=rate,
-            duration_s=window.duration_s,
-            num_requests=0,
-            seed=seed,
-            text_seed=seed,
-        )
-        return source.conversations(asker.writer, extent)[0]
-
-    asked: Workload = conversations
-    with (path / REQUESTS).open("a", buffering=1) as file:
-
-        def keep(trial: Trial) -> None:
-            where = {"target": trial.target, "rate": trial.rate, "round": trial.round}
-            for record in trial.result.records:
-                file.write(json.dumps(where | record.to_json(), separators=(",", ":")) + "\n")
-
+    """Make the trials; every request is in ``path``'s requests.jsonl as soon as it has ended."""
+    with Requests(path) as requests:
         comparer = Comparer(
-            workload=asked,
+            workload=workload_of(source, asker, window),
             window=window,
             objectives=objectives,
             connect=asker.connect,
-            stop=stop,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-            on_trial=keep,
+            stop=stop_on_signals(),
+            say=say,
+            on_record=requests.add,
         )
         return await comparer.compare(targets, plan, path, restart)
+
+
+def workload_of(source: Source, asker: Asker, window: Window) -> Workload:
+    """A source as a comparison wants it: texts by the writer as it is when they are asked for."""
+
+    def conversations(rate: float, seed: int) -> list[Conversation]:
+        extent = Extent(rate, duration_s=window.duration_s, seed=seed, text_seed=seed)
+        return source.conversations(asker.writer, extent)[0]
+
+    return conversations
+
+
+class Requests:
+    """requests.jsonl of a comparison: a line for each request, as it ends."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = (path / REQUESTS).open("a", buffering=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, slot: Slot, record: Record) -> None:
+        """Write one."""
+        where = {"target": slot.target, "rate": slot.rate, "round": slot.round}
+        self._file.write(json.dumps(where | record.to_json(), separators=(",", ":")) + "\n")
+
+
+def say(text: str) -> None:
+    """How it goes, for people."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def write_comparison(path: Path, report: ComparisonReport) -> None:
@@ -321,7 +336,8 @@ def write_comparison(path: Path, report: ComparisonReport) -> None:
 # --- bits and pieces -----------------------------------------------------------------------------
 
 
-def _in_loop(work: Coroutine[Any, Any, Result]) -> Result:
+def in_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run it in an event loop with precise timers."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
 

@@ -58,7 +58,10 @@ class Slot:
 class Plan(Protocol):
     """Which trials follow one another."""
 
-    attainment: float
+    @property
+    def attainment(self) -> float:
+        """The share of requests that is to meet its SLOs."""
+        ...
 
     def round(
         self, number: int, names: Sequence[str], seen: Mapping[str, Sequence[Probe]]
