@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from loadtest import html_page as page
-from loadtest.comparison import ComparisonReport, Measured, Ratio, Section
+from loadtest.comparison import ComparisonReport, MaxRate, Measured, Ratio, Section
 from loadtest.figures import Figures
 from loadtest.plot_style import Line, legend_html
 from loadtest.plots import Points, against_rate, attainment_against_rate, cdf, max_rate_bars
@@ -67,14 +67,16 @@ def comparison_html(report: ComparisonReport) -> str:
 def verdicts(section: Section, base: str) -> list[str]:
     """In plain words where each target wins against the first one, and where nothing is known.
 
-    Of many targets only their highest rates: the table has the rest.
+    Of many targets only their highest rates, all of them together: the table has the rest.
     """
     targets = dict.fromkeys(ratio.target for ratio in section.ratios)
+    if len(targets) > MANY:
+        return _verdicts_of_many(section, base)
     sentences = []
     for target in targets:
         sides: dict[str, list[Ratio]] = {"better": [], "worse": [], "even": []}
         for ratio in section.ratios:
-            if ratio.target == target and (len(targets) <= MANY or " at " not in ratio.figure):
+            if ratio.target == target:
                 sides[side_of(ratio)].append(ratio)
         for side in ("better", "worse"):
             if sides[side]:
@@ -84,6 +86,18 @@ def verdicts(section: Section, base: str) -> list[str]:
             figures = "; ".join(_by_figure(sides["even"], with_ratio=False))
             sentences.append(f"{target} and {base}, no certain difference: {figures}.")
     return sentences
+
+
+def _verdicts_of_many(section: Section, base: str) -> list[str]:
+    """A sentence for each figure that has no rate, and each side of it."""
+    words = {side: f"{side} than {base}" for side in ("better", "worse")}
+    words["even"] = f"no certain difference to {base}"
+    sides: dict[tuple[str, str], list[str]] = {}
+    for ratio in section.ratios:
+        if " at " not in ratio.figure:
+            found = sides.setdefault((ratio.figure, words[side_of(ratio)]), [])
+            found.append(f"{ratio.target} ({_times(ratio.ratio.value)})")
+    return [f"{figure}, {side}: {'; '.join(found)}." for (figure, side), found in sides.items()]
 
 
 def side_of(ratio: Ratio) -> str:
@@ -218,19 +232,20 @@ def _max_rates(section: Section, lines: dict[str, Line]) -> str:
         )
         for label in section.slos
     ]
-    rows = [
-        [
-            escape(entry.target),
-            escape(entry.slo),
-            measured_words(entry.rate, "/s"),
-            escape(entry.note),
-        ]
-        for entry in section.max_rates
-    ]
-    groups = [[row for row in rows if row[1] == escape(label)] for label in section.slos]
-    head = ["target", "objectives", "highest rate (95 % interval)", ""]
-    table = page.table(head, [group for group in groups if group], left=(1, 2, 3))
+    found = {(entry.target, entry.slo): entry for entry in section.max_rates}
+    rows = []
+    for target in lines:
+        entries = [found.get((target, label)) for label in section.slos]
+        rows.append([escape(target), *("" if e is None else _max_rate(e) for e in entries)])
+    labels = section.slos if len(section.slos) > 1 else ("highest rate",)
+    left = tuple(range(1, len(labels) + 1))
+    table = page.table(["target", *labels], [rows], "Highest rate (95 % interval)", left)
     return page.plots(*bars) + table
+
+
+def _max_rate(entry: MaxRate) -> str:
+    note = f'<br><span class="dim">{escape(entry.note)}</span>' if entry.note else ""
+    return f"{measured_words(entry.rate, '/s')}{note}"
 
 
 def _ratios(section: Section, base: str) -> str:

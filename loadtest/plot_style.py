@@ -83,7 +83,7 @@ class Line:
     @property
     def marker(self) -> str:
         """As matplotlib's."""
-        return _MARKERS[self.place % len(_MARKERS)]
+        return _MARKERS[(self.place + self.place // len(SERIES)) % len(_MARKERS)]
 
     def mark(self) -> str:
         """A small SVG of the line, for a legend beside the plots."""
@@ -188,7 +188,7 @@ def svg_of(figure: Figure, legend: bool = False) -> str:
         figure.legend(handles, labels, loc="outside upper left", ncols=2)
     title = figure.axes[0].get_title("left")
     out = io.StringIO()
-    with rc_context({"svg.hashsalt": title}):
+    with rc_context({"svg.hashsalt": f"baton {title}"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
     (box,) = re.findall(r'viewBox="([^"]*)"', svg)

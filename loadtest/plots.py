@@ -116,7 +116,7 @@ def ttft_over_time(
             kept = _thinned(records)
             xs, ys = [r.sent_s for r in kept], [r.ttft_s * 1e3 for r in kept]
             axes.scatter(
-                xs, ys, s=9, color=line.colour, marker=line.marker, lw=0, alpha=0.65,
+                xs, ys, s=9, color=line.colour, marker=line.marker, lw=0, alpha=0.8,
                 label=line.name,
             )  # fmt: skip
         failed = [r for _, records in groups for r in records if _failed(r)]
@@ -210,10 +210,11 @@ def max_rate_bars(entries: Sequence[tuple[Line, MaxRate]], title: str) -> str:
 def _rate_lines(axes: Axes, series: Sequence[Points]) -> None:
     rates = [x for points in series for x in points.x]
     top = max(rates, default=1.0)
+    intervals = any(math.isfinite(y.low) for points in series for y in points.y)
+    apart = min(0.006, 0.03 / max(len(series), 1)) * top if intervals else 0.0
     for number, points in enumerate(series):
         line = points.line
-        beside = (number - (len(series) - 1) / 2) * top * 0.006  # so that intervals stay apart
-        xs = np.array(points.x) + beside
+        xs = np.array(points.x) + (number - (len(series) - 1) / 2) * apart
         ys, lows, highs = np.array([(y.value, y.low, y.high) for y in points.y]).reshape(-1, 3).T
         axes.plot(
             xs, ys, color=line.colour, ls=line.dashes, marker=line.marker, label=line.name

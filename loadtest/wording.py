@@ -21,7 +21,7 @@ def digits(value: float, significant: int = 3) -> str:
         return "∞"
     if value == 0:
         return "0"
-    magnitude = math.floor(math.log10(abs(value)))
+    magnitude = math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))
     return f"{value:,.{min(max(significant - 1 - magnitude, 0), 3)}f}"
 
 
