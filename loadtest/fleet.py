@@ -50,8 +50,9 @@ class Fleet:
             if target.managed and managed_up and not self._fits():
                 self.restart = True
                 self._note(
-                    f"the memory left does not hold {target.name} beside the others: each is"
-                    " started anew for its turn"
+                    f"{target.name} does not fit into the memory beside the others"
+                    f" ({memory_available() / 2**30:.1f} GiB left, one took"
+                    f" {self._biggest / 2**30:.1f}): each is started anew for its turn"
                 )
                 continue
             await self._start(target)
@@ -100,15 +101,13 @@ class Fleet:
     async def _start(self, target: Target) -> None:
         if target.managed:
             self._say(f"{target.name}: starting {target.what}")
-        before = memory_available()
         server = await start(target, self._folder, self._command)
         self._up[target.name] = server
         if target.managed:
             self._say(f"{target.name}: ready in {server.ready_s:.1f} s at {server.url}")
         await self._prepare(server)
+        self._biggest = max(self._biggest, server.memory_bytes())
         server.pause()
-        if target.managed and before:
-            self._biggest = max(self._biggest, before - memory_available())
 
     async def _stop_managed(self) -> None:
         for name, server in list(self._up.items()):

@@ -181,6 +181,12 @@ class Server:
                 )
             await asyncio.sleep(POLL_S)
 
+    def memory_bytes(self) -> int:
+        """What its processes hold, shared memory counted once; 0 if that is not known."""
+        if self._process is None:
+            return 0
+        return _held_bytes([self._process.pid, *map(_pid, descendants(self._process.pid))])
+
     def pause(self) -> None:
         """Let none of its processes run until ``resume`` (SIGSTOP; only of a managed one)."""
         if self._process is None or self._waker or sys.platform != "linux":
@@ -318,6 +324,16 @@ def descendants(root: int) -> set[tuple[int, str]]:
         found.add((pid, _born(pid)))
         todo += children.get(pid, ())
     return found
+
+
+def _held_bytes(pids: Sequence[int]) -> int:
+    """Sum of the proportional set sizes: what several share is divided among them."""
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            found += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return found * 1024
 
 
 def _pid(process: tuple[int, str]) -> int:

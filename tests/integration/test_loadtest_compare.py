@@ -141,6 +141,20 @@ def test_with_restarts_each_turn_has_a_server_of_its_own(tmp_path: Path, full: b
     assert len({pid_of(tmp_path / f"{name}.log") for name in ("fast", "slow")}) == 2
 
 
+def test_what_does_not_fit_into_memory_is_started_for_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadtest.fleet.memory_available", lambda: 1 << 20)  # less than a Python
+    targets = [Target("fast", flags=FAST), Target("slow", flags=SLOW)]
+    found, said = compare(targets, Sweep((20.0,), rounds=1), tmp_path)
+    assert [trial.target for trial in found.trials] == ["fast", "slow"]
+    (note,) = [note for note in found.notes if "memory" in note]
+    assert note.startswith("slow does not fit into the memory beside the others (0.0 GiB left, one")
+    assert note in said
+    for name in ("fast", "slow"):
+        assert (tmp_path / f"{name}.log").read_text().count("$ ") == 1
+
+
 def test_a_target_that_dies_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     def kill(stop: asyncio.Event, trial: Trial) -> None:
         if trial.target == "slow" and trial.round == 0:
