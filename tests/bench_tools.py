@@ -212,12 +212,12 @@ class Part:
 
     def __str__(self) -> str:
         rule = (
-            f"means within {100 * self.share:g} %"
+            f"within {100 * self.share:g} %"
             if self.share
-            else "means no further apart than half of both ranges over the rounds"
+            else "no further apart than half of both ranges over the rounds"
         )
         rows = table(compare(self.ours, self.theirs, self.share), OTHER)
-        return f"{self.heading}. Milliseconds; {rule}.\n\n{rows}\n"
+        return f"{self.heading}. Milliseconds; the medians over the rounds {rule}.\n\n{rows}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,16 +1,18 @@
 """Whether two load tools saw the same of a server, over several rounds that took turns (pure).
 
-What is compared is each tool's own median of a figure, one a round. Two rules:
+What is compared is each tool's own median of a figure, one a round; of these the medians over the
+rounds, since on a shared machine one round may be far off. Two rules:
 
-- *within a share*: the means over the rounds are no further apart than a share of the other's, for
-  a server whose delays are fixed;
-- *within the spread*: the means over the rounds are no further apart than half of the one tool's
-  range over its rounds plus half of the other's, for a server whose own speed varies. Two tools
-  that measure the same break it in 1 of 200 tries with five rounds each, in 1 of 10 with three.
+- *within a share*: they are no further apart than a share of the other's, for a server whose delays
+  are fixed;
+- *within the spread*: they are no further apart than half of the one tool's range over its rounds
+  plus half of the other's, for a server whose own speed varies. Two tools that measure the same
+  break it by chance in 1 of 100 tries with five rounds each, in 1 of 8 with three.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,14 +42,14 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the means over the rounds, ours less theirs."""
-        return statistics.fmean(self.ours) - statistics.fmean(self.theirs)
+        """Of the medians over the rounds, ours less theirs."""
+        return statistics.median(self.ours) - statistics.median(self.theirs)
 
     @property
     def allowed(self) -> float:
-        """How far apart the means may be."""
+        """How far apart they may be."""
         if self.share is not None:
-            return self.share * statistics.fmean(self.theirs)
+            return self.share * statistics.median(self.theirs)
         return (_range(self.ours) + _range(self.theirs)) / 2
 
     @property
@@ -56,7 +58,9 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """False also for figures that are nan."""
+        """False also where a figure is nan: none was measured in that round."""
+        if any(map(math.isnan, (*self.ours, *self.theirs))):
+            return False
         return abs(self.difference) <= self.allowed
 
 
@@ -87,11 +91,11 @@ def table(comparisons: Sequence[Comparison], other: str) -> str:
         return " · ".join(f"{1000 * value:.2f}" for value in values)
 
     rows = [
-        f"| median | ours, by round | {other}, by round | ours less theirs, means | allowed | |",
+        f"| median | ours, by round | {other}, by round | ours less theirs | allowed | |",
         "|---|---|---|---|---|---|",
     ]
     for it in comparisons:
-        relative = 100 * it.difference / statistics.fmean(it.theirs)
+        relative = 100 * it.difference / statistics.median(it.theirs)
         verdict = ("agree" if it.agrees else "**differ**") if it.judged else ""
         allowed = f"{1000 * it.allowed:.2f} ms" if it.judged else ""
         rows.append(

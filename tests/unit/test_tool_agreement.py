@@ -17,15 +17,17 @@ def ttft(ours: list[float], theirs: list[float], share: float | None = None) -> 
     return found[0]
 
 
-def test_a_share_is_of_the_other_tools_mean() -> None:
+def test_a_share_is_of_the_other_tools_median() -> None:
     assert ttft([0.1029, 0.1029], [0.1, 0.1], 0.03).agrees
     assert not ttft([0.1031, 0.1031], [0.1, 0.1], 0.03).agrees
     assert not ttft([0.0969, 0.0969], [0.1, 0.1], 0.03).agrees
     assert ttft([0.09, 0.11], [0.1, 0.1], 0.03).difference == pytest.approx(0)
+    assert ttft([0.1, 0.1, 0.9], [0.1, 0.1, 0.1], 0.03).agrees  # one round that was disturbed
+    assert not ttft([0.1, 0.9, 0.9], [0.1, 0.1, 0.1], 0.03).agrees
 
 
 def test_the_spread_is_half_of_both_ranges() -> None:
-    wide = ttft([0.10, 0.12], [0.11, 0.15])  # means 0.11 and 0.13, ranges 0.02 and 0.04
+    wide = ttft([0.10, 0.12], [0.11, 0.15])  # medians 0.11 and 0.13, ranges 0.02 and 0.04
     assert wide.difference == pytest.approx(-0.02)
     assert wide.allowed == pytest.approx(0.03)
     assert wide.agrees
@@ -34,8 +36,9 @@ def test_the_spread_is_half_of_both_ranges() -> None:
 
 
 def test_what_is_no_number_agrees_with_nothing() -> None:
-    assert not ttft([math.nan, 0.1], [0.1, 0.1]).agrees
-    assert not ttft([0.1, 0.1], [0.1, math.nan], 0.03).agrees
+    for disturbed in ([math.nan, 0.1, 0.1], [0.1, 0.1, math.nan]):
+        assert not ttft(disturbed, [0.1, 0.1, 0.1], 0.03).agrees
+        assert not ttft([0.0, 0.1, 0.2], disturbed).agrees
 
 
 def test_a_spread_needs_two_rounds_of_each() -> None:
