@@ -26,6 +26,7 @@ from loadtest.wording import (
 )
 
 MANY = 3  # targets besides the first
+MANY_ROWS = 60  # of ratios: folded away on a screen
 LATENCIES: Sequence[tuple[str, str, str]] = (
     ("ttft", "p50", "TTFT, median"),
     ("ttft", "p99", "TTFT, p99"),
@@ -149,7 +150,7 @@ def _section(key: str, section: Section, report: ComparisonReport) -> str:
             legend if len(names) > 1 else "",
             page.plots(*_attainments(section, lines, report.attainment)),
             page.plots(*_latencies(section, lines)),
-            f"<h3>Inter-token latencies at {rate:.3g} requests/s</h3>" if rate else "",
+            f"<h3>Inter-token latencies at a rate of {rate:.3g}/s</h3>" if rate else "",
             page.plots(_itl(section, lines, rate)) if rate else "",
             _ratios(section, names[0]),
             _cells(section),
@@ -274,7 +275,10 @@ def _ratios(section: Section, base: str) -> str:
             ]
         )
     head = ["target", "figure", base, "target's", "ratio", "95 % interval", f"than {base}"]
-    return f"<h3>Ratios to {escape(base)}</h3>" + page.table(head, groups, left=(1, 6))
+    table = page.table(head, groups, left=(1, 6))
+    if len(section.ratios) > MANY_ROWS:
+        table = page.details(f"All {len(section.ratios)} ratios", table)
+    return f"<h3>Ratios to {escape(base)}</h3>{table}"
 
 
 def _ratio_interval(ratio: Measured) -> str:

@@ -51,6 +51,7 @@ _STYLE: dict[Any, Any] = {
     "lines.markersize": 4.0,
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.09,  # inches: the reader's font may be wider
     "axes.facecolor": "none",
     "figure.facecolor": "none",
     "grid.color": FAINT,

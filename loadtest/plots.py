@@ -199,7 +199,7 @@ def max_rate_bars(entries: Sequence[tuple[Line, MaxRate]], title: str) -> str:
             axes.text(
                 max(end, rate.value) + until * 0.025, row, f"{sign}{rate.value:.3g}", va="center"
             )
-        axes.set_yticks(range(len(entries)), [line.name for line, _ in entries])
+        axes.set_yticks(range(len(entries)), [_short(line.name) for line, _ in entries])
         axes.set_ylim(len(entries) - 0.4, -0.6)
         axes.set(xlim=(0, until), xlabel="requests/s")
         axes.grid(visible=False, axis="y")
@@ -252,6 +252,10 @@ def _edges(num_records: int, seconds: float) -> Floats:
     """Of bins: wide enough to hold some requests each, and at least a second."""
     bins = int(np.clip(min(num_records / 6, seconds), 5, 60))
     return np.linspace(0, seconds or 1.0, bins + 1)
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _end_s(record: Record) -> float:
