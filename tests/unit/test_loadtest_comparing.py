@@ -100,6 +100,12 @@ def test_it_must_have_missed_by_all_objectives() -> None:
     assert judge(cut_off(), both, 2.1).error == OVERDUE
 
 
+def test_the_end_of_an_answer_has_a_limit_too() -> None:
+    whole = {"": {"chat": SLO(ttft=0.5, e2e=0.7)}}
+    assert judge(cut_off((0.1, 0.2)), whole, 0.65).error == INTERRUPTED
+    assert judge(cut_off((0.1, 0.2)), whole, 0.75).error == OVERDUE
+
+
 def test_how_long_answers_are_waited_for() -> None:
     assert deadline_s(11, SLO(ttft=0.5, tpot=0.05)) == pytest.approx(1.0)
     assert deadline_s(11, SLO(ttft=0.5, tpot=0.05, e2e=0.7)) == 0.7
