@@ -3,8 +3,8 @@
 Figures follow from what is noted here, so this is where they are made equal to those of
 ``vllm bench serve`` (its ``lib/endpoint_request_func.py``):
 
-* the clock of a request starts when it is handed to HTTP: making a connection counts, if there is
-  none to reuse;
+* the clock of a request starts when it is handed to HTTP: making a connection counts, if none is
+  free (one is made ahead of each time at which a conversation is due);
 * a *chunk* is any event that has ``choices`` which are not empty, whatever they hold. So a chat's
   first chunk that only names the role is the first token for TTFT, an empty text (special tokens,
   half of a character) counts, and so does a last chunk that only gives the ``finish_reason``:
@@ -240,6 +240,10 @@ class Client:
         exchange = Exchange()
         await self.perform(exchange, body)
         return exchange.reply()
+
+    def prepare(self) -> None:
+        """Have a connection free for a request that is to come soon."""
+        self._http.prepare()
 
     async def perform(self, exchange: Exchange, body: bytes) -> None:
         """Send a request that :meth:`body` made; what comes goes into ``exchange``."""

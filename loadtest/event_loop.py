@@ -10,11 +10,14 @@ import selectors
 import sys
 
 if sys.platform == "linux":
+    _FD_SETSIZE = 1024  # select(2) knows no higher file numbers
 
     class _PreciseSelector(selectors.EpollSelector):
         """Waits in select(2), which counts microseconds, for the epoll object to have events."""
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if self.fileno() >= _FD_SETSIZE:
+                return super().select(timeout)
             if timeout is None or timeout > 0:
                 select.select((self.fileno(),), (), (), timeout)
             return super().select(0)

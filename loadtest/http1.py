@@ -11,6 +11,7 @@ flight. There are no proxies, redirects, cookies or compressed answers. Knows no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import time
@@ -87,6 +88,7 @@ class Http:
         self._resolved: list[tuple[int, str]] = []  # family and IP, the one that works first
         self._idle: list[_Connection] = []  # the one used last at the end
         self._all: set[_Connection] = set()
+        self._preparing: asyncio.Task[None] | None = None
 
     async def ask(self, method: str, path: str, body: bytes, receiver: Receiver) -> None:
         """Send a request; return when all of its answer has been given to ``receiver``.
@@ -96,32 +98,55 @@ class Http:
         connection, which tells the server to stop.
         """
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
-        connection = self._take_idle() or await self._connect()
+        connection = self._idle.pop() if self._find_idle() else await self._connect()
         try:
             await connection.ask(head.encode("latin-1") + body, receiver)
         except BaseException:
             connection.abort()
             raise
+        self._keep(connection)
+
+    def prepare(self) -> None:
+        """Make a connection in the background if none is free, for a request that is to come."""
+        if not self._find_idle() and (self._preparing is None or self._preparing.done()):
+            self._preparing = asyncio.create_task(self._add_idle())
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._preparing:
+            self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        for connection in tuple(self._all):
+            connection.abort()
+        while self._all:
+            await asyncio.sleep(0)
+
+    def add(self, connection: _Connection) -> None:
+        """It is open."""
+        self._all.add(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        """It is closed."""
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _keep(self, connection: _Connection) -> None:
         if connection.reusable:
             connection.idle_since = clock()
             self._idle.append(connection)
         else:
             connection.abort()
 
-    async def close(self) -> None:
-        """End all connections."""
-        for connection in tuple(self._all):
-            connection.abort()
-        while self._all:
-            await asyncio.sleep(0)
+    def _find_idle(self) -> bool:
+        """Whether there is a connection to reuse; those that are too old are closed."""
+        while self._idle and clock() - self._idle[0].idle_since > KEEP_ALIVE_S:
+            self._idle.pop(0).abort()
+        return bool(self._idle)
 
-    def _take_idle(self) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.reusable and clock() - connection.idle_since < KEEP_ALIVE_S:
-                return connection
-            connection.abort()
-        return None
+    async def _add_idle(self) -> None:
+        with contextlib.suppress(OSError):  # the request that needs it will meet that too
+            self._keep(await self._connect())
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -134,7 +159,7 @@ class Http:
         for resolved in tuple(self._resolved):
             try:
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._all),
+                    lambda: _Connection(self),
                     resolved[1],
                     self.address.port,
                     family=resolved[0],
@@ -153,10 +178,10 @@ class Http:
 class _Connection(asyncio.Protocol):
     """One connection, and the answer that is coming in on it."""
 
-    def __init__(self, registry: set[_Connection]) -> None:
+    def __init__(self, http: Http) -> None:
         self.reusable = True
         self.idle_since = 0.0
-        self._registry = registry
+        self._http = http
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None  # for the end of the answer
         self._pieces: list[tuple[bytes, float]] = []  # read, not parsed
@@ -184,7 +209,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._registry.add(self)
+        self._http.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._pieces.append((data, clock()))
@@ -193,7 +218,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        self._registry.discard(self)
+        self._http.forget(self)
         self._parse()
         if exc is None and self._began and self._until_close:
             self._end(None)

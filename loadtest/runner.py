@@ -22,6 +22,7 @@ from loadtest.conversation import Conversation, Text
 from loadtest.http1 import clock
 from loadtest.record import INTERRUPTED, NO_IDS, SKIPPED, Record, RunResult
 
+AHEAD_S = 0.1  # a connection is made so long before a conversation is due
 Numbered = tuple[int, Conversation]
 Prompt = Text | Messages
 
@@ -136,10 +137,12 @@ class _Runner:
             self._failed.set_exception(error)
 
     async def _open(self, conversations: Iterable[Numbered]) -> None:
-        """Start each at its time. Its first request is made into bytes before that time."""
+        """Start each at its time; its request's bytes and a connection are ready by then."""
         for number, conversation in conversations:
             first = _prompt((), conversation.turns[0].text, self.client.is_chat)
             body = self._body(first, conversation, 0)
+            await asyncio.sleep(max(0.0, conversation.at_s - AHEAD_S - self.now()))
+            self.client.prepare()
             await asyncio.sleep(max(0.0, conversation.at_s - self.now()))
             self._start(self._converse(number, conversation, conversation.at_s, body))
         while self._tasks:
