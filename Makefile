@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers bench-step bench-tools bench-loadtest clean
+	bench-engine bench-peers bench-step bench-tools bench-loadtest proof clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -66,6 +66,9 @@ bench-tools: dev  ## our load test and `vllm bench serve` at the same servers, b
 
 bench-loadtest: dev  ## the load test's figures against a server of known delays, on a quiet machine
 	$(BIN)/python -m tests.bench_loadtest $(ARGS)
+
+proof: dev  ## disaggregated against mixed workers on this machine: 40 minutes, ARGS="--out FOLDER"
+	$(BIN)/python -m loadtest.proof $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,35 +10,30 @@ Ctrl-C ends each of them early: what there is by then is kept and reported.
 import asyncio
 import contextlib
 import json
-import os
-import platform
-import shlex
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from loadtest.calibrate import calibrate
 from loadtest.client import Client, ClientOptions, ServerUnusable
-from loadtest.compare import Comparer, Plan, Search, Slot, Sweep, Workload
+from loadtest.compare import Comparer, Plan, Search, Sweep, Workload
 from loadtest.comparison import ComparisonReport
-from loadtest.comparison_html import comparison_html
 from loadtest.conversation import Conversation
 from loadtest.event_loop import new_event_loop
-from loadtest.figures import plain_values, summarize
+from loadtest.figures import summarize
 from loadtest.html_report import run_html
 from loadtest.options import CompareOptions, RunOptions, ServerOptions, WorkloadOptions
 from loadtest.ratios import notes, section
 from loadtest.record import Record
+from loadtest.results import Requests, command_line, facts, new_folder, say, write_comparison
 from loadtest.runner import run
 from loadtest.search import RateSearch
 from loadtest.slo import SLO
 from loadtest.source import Extent, Source, load_words, slos_of, source_of, writer_of
-from loadtest.store import REPORT, REQUESTS, RunFolder, RunInfo, read_run
+from loadtest.store import REPORT, RunFolder, RunInfo, read_run
 from loadtest.targets import Target, TargetError, parse_targets
 from loadtest.terminal import Progress, comparison_table, summary_table
 from loadtest.trial import Comparison, Window
@@ -47,7 +42,6 @@ from loadtest.writer import WordWriter, Writer
 Result = TypeVar("Result")
 
 OK, NOTHING_ENDED_WELL, INTERRUPTED = 0, 1, 130
-COMPARISON = "comparison.json"
 WARM_UP_SEEDS = 1 << 20  # apart from those of the run: texts that it does not have
 
 
@@ -301,38 +295,6 @@ def workload_of(source: Source, asker: Asker, window: Window) -> Workload:
     return conversations
 
 
-class Requests:
-    """requests.jsonl of a comparison: a line for each request, as it ends."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = (path / REQUESTS).open("a", buffering=1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, slot: Slot, record: Record) -> None:
-        """Write one."""
-        where = {"target": slot.target, "rate": slot.rate, "round": slot.round}
-        self._file.write(json.dumps(where | record.to_json(), separators=(",", ":")) + "\n")
-
-
-def say(text: str) -> None:
-    """How it goes, for people."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def write_comparison(path: Path, report: ComparisonReport) -> None:
-    """comparison.json and report.html."""
-    text = json.dumps(plain_values(report), indent=1, ensure_ascii=False, allow_nan=False)
-    (path / COMPARISON).write_text(text + "\n", encoding="utf-8")
-    (path / REPORT).write_text(comparison_html(report), encoding="utf-8")
-
-
 # --- bits and pieces -----------------------------------------------------------------------------
 
 
@@ -356,15 +318,6 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def new_folder(out: str) -> Path:
-    """The folder for results, made. Raises ValueError where there are results already."""
-    path = Path(out or time.strftime("loadtest-%Y%m%d-%H%M%S"))
-    path.mkdir(parents=True, exist_ok=True)
-    if (path / REQUESTS).exists():
-        raise ValueError(f"out {str(path)!r} holds results already: name another folder")
-    return path
-
-
 def _rates(text: str) -> tuple[float, ...]:
     """``"0.5,1,2"``, ascending."""
     try:
@@ -378,35 +331,3 @@ def _rates(text: str) -> tuple[float, ...]:
 
 def _other(seed: int) -> int:
     return seed + WARM_UP_SEEDS
-
-
-def facts(writer: Writer) -> dict[str, str]:
-    """What a reader of a report wants to know besides."""
-    try:
-        baton = version("baton-serving")
-    except PackageNotFoundError:
-        baton = "from its source"
-    found = {
-        "Machine": machine(),
-        "Client": f"Baton {baton}, Python {platform.python_version()}, {platform.platform()}",
-    }
-    if isinstance(writer, WordWriter) and writer.note:
-        found["Prompts"] = writer.note
-    return found
-
-
-def machine() -> str:
-    """Where this runs: processor, cores that it may use, memory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        memory = Path("/proc/meminfo").read_text().split()[1]
-    except OSError:
-        return platform.processor() or platform.machine()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    cores = len(os.sched_getaffinity(0))
-    return f"{name or platform.machine()}, {cores} cores, {int(memory) / 2**20:.0f} GiB"
-
-
-def command_line() -> str:
-    """What was typed."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

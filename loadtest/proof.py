@@ -20,24 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loadtest.command import (
-    INTERRUPTED,
-    OK,
-    Asker,
-    Requests,
-    command_line,
-    facts,
-    in_loop,
-    new_folder,
-    say,
-    stop_on_signals,
-    workload_of,
-    write_comparison,
-)
+from loadtest.command import INTERRUPTED, OK, Asker, in_loop, stop_on_signals, workload_of
 from loadtest.compare import Comparer, Sweep
 from loadtest.comparison import ComparisonReport
 from loadtest.options import ServerOptions, WorkloadOptions
 from loadtest.ratios import notes, section
+from loadtest.results import Requests, command_line, facts, new_folder, say, write_comparison
 from loadtest.runner import run
 from loadtest.slo import SLO
 from loadtest.source import Extent, ScenarioSource, source_of

@@ -220,7 +220,7 @@ class TraceSource:
         )
         if extent.duration_s:
             made = [conversation for conversation in made if conversation.at_s < extent.duration_s]
-        return made, self.trace.describe().split("\n")
+        return made, [*trace.describe().split("\n"), *filter(None, [trace.template_note(writer)])]
 
 
 # --- words ---------------------------------------------------------------------------------------
