@@ -6,6 +6,11 @@ not finished. Those with one token to compute come first, and chunks share a bud
 that a long prompt never stalls the others. What differs between a prefill, a decode and a mixed
 worker is only what is sent to it.
 
+A prompt that ends within this step goes before longer ones that began or came earlier, so that a
+short question never waits for documents. What they lose that way is a debt, of one step's chunks at
+most, and what they compute pays it back: passed all the time, they still get half of all chunks.
+Nobody is passed at the price of a seat or of blocks: the first that waits finds both as before.
+
 Preemption is by recompute: the youngest sequence gives its blocks back and starts over, prompt and
 answer so far.
 
@@ -17,6 +22,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.engine.blocks import BlockPool
+from services.engine.budget import Budget, SchedulerStats
 from services.engine.sequence import Key, SamplingParams, Sequence, Status
 
 MAX_PASSED = 16
@@ -73,39 +79,6 @@ class Output:
     started: float  # when the sequence was first scheduled
 
 
-@dataclass
-class SchedulerStats:
-    """Counters since the start."""
-
-    steps: int = 0
-    computed_prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-
-
-@dataclass
-class Budget:
-    """What is left to compute in a step. ``chunks`` is the part of it that rows of more than one
-    token may take.
-    """
-
-    tokens: int
-    chunks: int
-
-    def allows(self, seq: Sequence) -> bool:
-        """Whether the sequence could compute something."""
-        return self.tokens > 0 and (seq.num_lacking == 1 or self.chunks > 0)
-
-    def take(self, count: int) -> int:
-        """Spend up to ``count`` tokens of one sequence; returns how many."""
-        if count > 1:
-            count = min(count, self.tokens, self.chunks)
-            self.chunks -= count
-        self.tokens -= count
-        return count
-
-
 class Scheduler:
     """Decides over the sequences of one engine; owns their order, not their blocks' contents."""
 
@@ -127,6 +100,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.stats = SchedulerStats()
+        self._debt = 0  # tokens by which longer ones were passed, less those they computed since
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of ``num_tokens`` tokens."""
@@ -158,7 +132,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Spend the token budget: on running sequences with one token to compute, oldest first,
-        then on chunks of the others, then on waiting ones in order.
+        then on prompts that end within this step, then on chunks of the others that run, then on
+        waiting ones in order.
         """
         budget = Budget(self.token_budget, self.chunk_budget)
         rows: list[Row] = []
@@ -170,10 +145,16 @@ class Scheduler:
             # A younger one may have been preempted for an older one's sake.
             if budget.tokens > 0 and seq.status is Status.RUNNING and self._grow(seq):
                 rows.append(self._row(seq, budget.take(1)))
-        for seq in chunked:  # they have had blocks for all their tokens since they started
-            if seq.status is Status.RUNNING and budget.allows(seq):
+        # They have had blocks for all their tokens since they started.
+        chunked = [seq for seq in chunked if seq.status is Status.RUNNING]
+        early = self._pass(chunked, budget, now)
+        rows += early
+        ended, left = {row.key for row in early}, budget.chunks
+        for seq in chunked:
+            if seq.key not in ended and budget.allows(seq):
                 rows.append(self._row(seq, budget.take(seq.num_lacking)))
         rows += self._admit(budget, now)
+        self._debt = max(0, self._debt - (left - budget.chunks))
         while not rows and (holder := self._holder_behind_first()):
             # Nothing runs, so nobody else will make room for the first in the queue.
             self._preempt(holder)
@@ -231,6 +212,41 @@ class Scheduler:
         seq.blocks += blocks
         return True
 
+    def _pass(self, chunked: list[Sequence], budget: Budget, now: float) -> list[Row]:
+        """Rows of those that end within this step, in order, as far as they may go before longer
+        ones.
+        """
+        rows: list[Row] = []
+        longer: list[Sequence] = []
+        limit = budget.room
+        for seq in [*chunked, *self.waiting]:
+            if budget.room == 0:
+                break
+            count = self._lacking(seq)
+            if count > budget.room:
+                longer.append(seq)
+                continue
+            if longer and self._debt + count > limit:
+                break
+            if seq.status is Status.WAITING:
+                if not (self._leaves_room(seq, longer) and self._try_admit(seq)):
+                    break
+                self._start(seq, now)
+            rows.append(self._row(seq, budget.take(count)))
+            self._debt += count if longer else 0
+        else:
+            self._debt = self._debt if longer else 0
+        return rows
+
+    def _leaves_room(self, seq: Sequence, longer: list[Sequence]) -> bool:
+        """Whether there are a seat and blocks for a waiting sequence, and then still for the first
+        that waits of those which it passes.
+        """
+        seqs = [seq, *[other for other in longer if other.status is Status.WAITING][:1]]
+        need = sum(self.blocks_for(each.num_tokens) - len(each.blocks) for each in seqs)
+        seats = self.max_num_seqs - len(self.running)
+        return len(seqs) <= seats and need <= self.pool.num_available
+
     def _admit(self, budget: Budget, now: float) -> list[Row]:
         """Start waiting sequences in order, as far as seats, budget and room go.
 
@@ -251,15 +267,18 @@ class Scheduler:
             if not self._try_admit(seq):
                 passed.append(seq)
             else:
-                self.waiting.remove(seq)
-                seq.status = Status.RUNNING
-                seq.started = seq.started or now
-                self.running.append(seq)
+                self._start(seq, now)
                 rows.append(self._row(seq, budget.take(seq.num_lacking)))
                 for other in passed:
                     other.num_passed += 1
             closed = closed or any(other.num_passed >= MAX_PASSED for other in passed)
         return rows
+
+    def _start(self, seq: Sequence, now: float) -> None:
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.started = seq.started or now
 
     def _holder_behind_first(self) -> Sequence | None:
         """The youngest waiting sequence that holds blocks, unless it is the first in the queue."""
@@ -286,14 +305,24 @@ class Scheduler:
             self.waiting.appendleft(seq)
             seq.status = Status.WAITING
 
+    def _cached(self, seq: Sequence) -> list[int]:
+        """Blocks that a sequence without any would find in the cache now."""
+        # The last token is always computed: its logits are needed, and they are not cached.
+        full = (seq.num_tokens - 1) // self.block_size
+        return self.pool.match(seq.name_block(i, self.block_size) for i in range(full))
+
+    def _lacking(self, seq: Sequence) -> int:
+        """Tokens that a sequence has to compute, were it to go on or to start now."""
+        if seq.blocks:
+            return seq.num_lacking
+        return seq.num_tokens - len(self._cached(seq)) * self.block_size
+
     def _try_admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence the blocks for all its tokens, cached ones first, or change
         nothing.
         """
         if not seq.blocks:
-            # The last token is always computed: its logits are needed, and they are not cached.
-            full = (seq.num_tokens - 1) // self.block_size
-            hit = self.pool.match(seq.name_block(i, self.block_size) for i in range(full))
+            hit = self._cached(seq)
             self.pool.share(hit)
             fresh = self.pool.allocate(self.blocks_for(seq.num_tokens) - len(hit))
             if fresh is None:

@@ -74,8 +74,13 @@ def test_running_sequences_come_before_waiting_ones() -> None:
     box.step()
     box.add("b", [4, 5, 6, 1, 2, 3])
     box.add("c", [6])
-    assert shape(box.step()[0]) == [("a", 3, 4, True), ("b", 0, 4, False)]
-    assert shape(box.step()[0]) == [("a", 4, 5, True), ("b", 4, 6, True), ("c", 0, 1, True)]
+    assert shape(box.step()[0]) == [("a", 3, 4, True), ("c", 0, 1, True), ("b", 0, 3, False)]
+    box.add("d", [0, 1, 2])
+    assert shape(box.step()[0]) == [
+        ("a", 4, 5, True),
+        ("c", 1, 2, True),
+        ("b", 3, 6, True),
+    ]
 
 
 def test_no_more_rows_than_max_num_seqs() -> None:
@@ -242,16 +247,23 @@ def test_chunks_share_a_budget_of_their_own_and_come_after_decodes() -> None:
     box = Box(budget=64, chunks=4)
     box.add("long", [1] * 10)
     assert shape(box.step()[0]) == [("long", 0, 4, False)]
-    box.add("next", [2, 3, 4])
+    box.add("next", [2, 3, 4, 5, 6])
     box.add("tiny", [2])
     with_kv(box, "pulled", [1, 2, 3, 4, 5])
-    # No chunks are left for "next"; behind it only those start that hold blocks.
-    assert shape(box.step()[0]) == [("long", 4, 8, False), ("pulled", 4, 5, True)]
     assert shape(box.step()[0]) == [
+        ("tiny", 0, 1, True),
+        ("pulled", 4, 5, True),
+        ("long", 4, 8, False),
+    ]
+    box.add("small", [2, 3, 4])
+    with_kv(box, "later", [2, 2, 3, 4, 5])
+    # No chunks are left for "next"; behind it only those start that hold blocks.
+    assert shape(box.step()[0]) == [
+        ("tiny", 1, 2, True),
         ("pulled", 5, 6, True),
         ("long", 8, 10, True),
+        ("later", 4, 5, True),
         ("next", 0, 2, False),
-        ("tiny", 0, 1, True),
     ]
 
 
@@ -293,6 +305,118 @@ def test_a_decode_that_needs_room_may_preempt_the_prompt_beside_it() -> None:
     assert prompt.preempted == 1
     assert old.preempted == 0
     assert tokens["prompt"] == naive([2] * 16, 16, PARAMS, 100)
+
+
+# --- short prompts go before long ones ------------------------------------------------------------
+
+
+def holding(box: Box, *sizes: int) -> None:
+    """Queue prompts of these sizes, named l0, l1, ..., and begin the first."""
+    for i, size in enumerate(sizes):
+        box.add(f"l{i}", [i] * size, SamplingParams(max_tokens=1))
+    box.step()
+
+
+def test_a_prompt_that_ends_in_this_step_goes_before_those_that_do_not() -> None:
+    box = Box(budget=8)
+    holding(box, 20, 20)  # one runs, one waits
+    box.add("a", [2, 3, 4], SamplingParams(max_tokens=1))
+    assert shape(box.step()[0]) == [("a", 0, 3, True), ("l0", 8, 13, False)]
+    assert shape(box.step()[0]) == [("l0", 13, 20, True), ("l1", 0, 1, False)]
+
+
+def test_short_ones_keep_their_order_and_wait_when_longer_ones_are_to_have_their_half() -> None:
+    box = Box(budget=8)
+    holding(box, 60)
+    for token, (name, size) in enumerate((("a", 6), ("b", 2), ("c", 1), ("d", 8), ("e", 1))):
+        box.add(name, [1 + token] * size, SamplingParams(max_tokens=1))
+    assert shape(box.step()[0]) == [("a", 0, 6, True), ("b", 0, 2, True)]
+    assert shape(box.step()[0]) == [("l0", 8, 16, False)]
+    # "d" is longer than what "c" has left of this step, so it is passed as well.
+    assert shape(box.step()[0]) == [("c", 0, 1, True), ("e", 0, 1, True), ("l0", 16, 22, False)]
+    assert shape(box.step()[0]) == [("d", 0, 8, True)]
+    assert shape(box.step()[0]) == [("l0", 22, 30, False)]
+
+
+def test_the_next_long_one_does_not_pay_for_the_last() -> None:
+    box = Box(budget=8)
+    holding(box, 60)
+    box.add("a", [2] * 8, SamplingParams(max_tokens=1))
+    assert shape(box.step()[0]) == [("a", 0, 8, True)]
+    box.scheduler.remove(box.scheduler.running[0])  # it is owed 8 tokens
+    box.add("b", [3, 4], SamplingParams(max_tokens=1))
+    assert shape(box.step()[0]) == [("b", 0, 2, True)]
+    box.add("l1", [5] * 60, SamplingParams(max_tokens=1))
+    box.add("c", [6] * 8, SamplingParams(max_tokens=1))
+    assert shape(box.step()[0]) == [("c", 0, 8, True)]
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_long_one_has_half_of_all_chunks_however_many_short_ones_come(size: int) -> None:
+    """Alone it takes 10 steps of 8 tokens."""
+    box = Box(budget=8, seqs=64, blocks=200)
+    seq = box.add("long", [1] * 80, SamplingParams(max_tokens=1))
+    steps = count = 0
+    while seq.status is not Status.FINISHED:
+        while sum(len(other.ids) for other in box.scheduler.waiting if other is not seq) < 16:
+            box.add(f"s{count}", [2 + count % 5] * size, SamplingParams(max_tokens=1))
+            count += 1
+        plan, _ = box.step()
+        assert sum(len(row.ids) for row in plan.rows) == 8
+        steps += 1
+    assert 15 <= steps <= 20
+
+
+def test_short_ones_that_need_less_than_half_never_wait() -> None:
+    box = Box(budget=8, seqs=64, blocks=200)
+    holding(box, 80)
+    for i in range(16):
+        names = [f"{i} {j}" for j in range(2)]
+        for name in names:
+            box.add(name, [2 + i % 5, 3], SamplingParams(max_tokens=1))
+        assert [output.key[0].decode() for output in box.step()[1]] == names
+    assert [output.key[0] for output in box.step()[1]] == [b"l0"]  # 8, 16 times 4, 8
+
+
+def test_decodes_come_before_short_prompts_and_those_before_long_ones() -> None:
+    box = Box(budget=8)
+    for name, first in (("a", 1), ("b", 2), ("c", 3)):
+        with_kv(box, name, [first, 2, 3, 4, 5], SamplingParams(max_tokens=30))
+    box.add("long", [4] * 40)
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"b", b"c", b"long"]
+    box.add("big", [5] * 6)  # more than the 5 that the decodes leave
+    box.add("small", [6] * 4)
+    rows = [(row.key[0], len(row.ids)) for row in box.step()[0].rows]
+    assert rows == [(b"a", 1), (b"b", 1), (b"c", 1), (b"small", 4), (b"long", 1)]
+
+
+def test_what_is_cached_does_not_make_a_prompt_long() -> None:
+    box = Box(budget=8)
+    box.add("before", [2] * 12)
+    box.run()
+    holding(box, 60)
+    box.add("turn", [2] * 12 + [3] * 6, SamplingParams(max_tokens=1))
+    assert shape(box.step()[0]) == [("turn", 12, 18, True), ("l0", 8, 10, False)]
+
+
+def test_the_last_seat_is_left_to_the_first_that_is_passed() -> None:
+    box = Box(budget=8, seqs=3)
+    holding(box, 60, 60)
+    box.add("a", [2, 3], PARAMS)
+    box.add("b", [2, 3], PARAMS)
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"l0"]
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"l0"]
+
+
+def test_the_blocks_that_the_first_needs_are_left_to_it() -> None:
+    box = Box(blocks=36, budget=8)  # 35 usable; the long ones need 15 each, the others 2 each
+    holding(box, 60, 60)
+    for i, name in enumerate("abc"):
+        box.add(name, [2 + i] * 5, SamplingParams(max_tokens=9))
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"l0"]
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"b", b"l0"]
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"b", b"l0"]
+    assert box.pool.num_available >= 15
 
 
 # --- who may pass whom (FAULTS B089) ------------------------------------------------------------
@@ -381,7 +505,7 @@ def test_removing_the_heavy_one_lets_the_others_go_on() -> None:
     chunks=st.integers(0, 8),
     seqs=st.integers(1, 9),
 )
-def test_everybody_ends_and_nobody_is_passed_too_often(
+def test_everybody_ends_and_who_finds_no_room_is_not_passed_too_often(
     arrivals: list[tuple[int, int, int, bool]], blocks: int, chunks: int, seqs: int
 ) -> None:
     """``arrivals``: prompt length, answer length, steps until the next comes, with KV or not."""
@@ -393,12 +517,18 @@ def test_everybody_ends_and_nobody_is_passed_too_often(
 
     def step() -> None:
         waiting = [seq for seq in box.scheduler.waiting if not seq.blocks and not seq.started]
+        preempted = box.scheduler.stats.preemptions
+        first = next(iter(box.scheduler.waiting), None)
+        room = box.pool.num_available
+        no_room = first is not None and box.scheduler.blocks_for(first.num_tokens) > room
         _, outputs = box.step()
         for output in outputs:
             got.setdefault(output.key[0].decode(), []).append(output.token)
         fresh = [seq for seq in waiting if seq.started]
+        if box.scheduler.stats.preemptions > preempted:
+            return  # it may have had room in between
         for seq in waiting:
-            if not seq.started:
+            if no_room and seq is first and not seq.started:
                 later = {id(other) for other in fresh if order.index(other) > order.index(seq)}
                 passed.setdefault(id(seq), set()).update(later)
 
