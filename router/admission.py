@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.errors import BadRequest, QueueFull, RequestError, Unavailable
-from router.policy import Demand, Pair, View, candidates, choose, usable_pairs
+from router.policy import Demand, Pair, View, candidates, choose, has_room, usable_pairs
+
+WINDOW = 64
+"""Requests at the front of the queue that are looked at, which takes time whenever one ends."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +69,41 @@ def admit(
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request in the queue; ``bypassed`` is how many later ones have gone before it."""
+    """A request in the queue; ``bypassed`` is how many later ones have gone before it while it
+    waited for room.
+    """
 
     demand: Demand
     bypassed: int
 
 
-def pick(queue: Sequence[Waiting], view: View, max_bypass: int) -> tuple[int, Pair] | None:
-    """The index of the request that goes next, and its pair.
-
-    First come, first served; but a request that waits for more room than there is lets at most
-    ``max_bypass`` later ones pass, so that it neither blocks light ones nor starves.
+@dataclass(frozen=True)
+class Picked:
+    """Who goes next, where to, and which earlier ones it bypasses that wait for room. Requests are
+    named by their index in the queue.
     """
-    for index, waiting in enumerate(queue[: max_bypass + 1]):
+
+    index: int
+    pair: Pair
+    bypassed: tuple[int, ...]
+
+
+def pick(queue: Sequence[Waiting], view: View, max_bypass: int) -> Picked | None:
+    """First come, first served, with two exceptions.
+
+    A request that waits for more room than there is lets at most ``max_bypass`` later ones pass, so
+    that it neither blocks light ones nor starves. A long prompt that waits only for its turn lets
+    short ones pass that need not wait for it: its turn does not depend on them.
+    """
+    crowded: list[int] = []
+    for index, waiting in enumerate(queue[: max(WINDOW, max_bypass + 1)]):
         pair = choose(waiting.demand, view)
         if pair is not None:
-            return index, pair
-        if waiting.bypassed >= max_bypass:
-            return None
+            return Picked(index, pair, tuple(crowded))
+        if not has_room(waiting.demand, view):
+            if waiting.bypassed >= max_bypass:
+                return None
+            crowded.append(index)
     return None
 
 

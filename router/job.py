@@ -90,7 +90,7 @@ class Job:
         self.finish = ""
         self.num_attempts = 0
         self.current: Attempt | None = None
-        self.bypassed = 0  # later requests that went before it while it waited
+        self.bypassed = 0  # later requests that went before it while it waited for room
         self.failed: list[AttemptFailed] = []  # attempts, except those that were only refused
         self.num_losses = 0  # of connections to its workers
         self.in_flight = False  # a worker has begun with it, and may have to be replaced

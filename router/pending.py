@@ -85,13 +85,12 @@ class Queue:
             picked = pick(waiting, view, self._config.max_bypass)
             if picked is None:
                 return
-            index, pair = picked
-            for earlier in places[:index]:
-                earlier.job.bypassed += 1
-            place = places[index]
+            for earlier in picked.bypassed:
+                places[earlier].job.bypassed += 1
+            place = places[picked.index]
             self._places.remove(place)
             if not place.granted.done():  # else its client has gone
-                self._grant(place.job, pair)
+                self._grant(place.job, picked.pair)
                 place.granted.set_result(None)
 
     def close(self) -> None:

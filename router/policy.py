@@ -2,7 +2,9 @@
 
 A pair is a prefill and a decode worker, or one mixed worker. It is a candidate when it has been
 proven by a real generation, both workers take new work, and the request fits its limits. It is
-open when, besides, the prefill side is about to run out of work and the decode side has room.
+open when, besides, it is the prompt's turn, as the prefill side is about to run out of work, and
+the decode side has room. Prompts of one step and longer ones wait for their own kind only: a worker
+computes the short ones first, and keeps half of its steps for the long ones.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class WorkerView:
     max_num_seqs: int
     token_budget: int
     num_seqs: int = 0  # running and waiting there
-    pending_tokens: int = 0  # not yet computed there
+    pending_short: int = 0  # tokens not yet computed there of this router's prompts of one step
+    pending_long: int = 0  # ... and of all others
     free_blocks: int = 0  # free, or cached and evictable
     last_turn: int = -1  # when it was last chosen, in choices of this router
 
@@ -42,6 +45,11 @@ class WorkerView:
     def pool_tokens(self) -> int:
         """Tokens whose KV fits the empty pool."""
         return (self.kv_blocks - 1) * self.block_size
+
+    @property
+    def pending_tokens(self) -> int:
+        """All that is not yet computed there."""
+        return self.pending_short + self.pending_long
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,11 @@ def choose(demand: Demand, view: View) -> Pair | None:
     return min(pairs, key=lambda pair: order(*_sides(pair, view)))
 
 
+def has_room(demand: Demand, view: View) -> bool:
+    """Whether some pair has room for the request, so that it waits for nothing but its turn."""
+    return any(_has_place(demand, pair, view) for pair in candidates(demand, view))
+
+
 def other_decode(demand: Demand, prefill: Key, view: View) -> Key | None:
     """The decode worker that takes over, now, what ``prefill`` computes or has computed."""
     if prefill not in view.workers:
@@ -150,12 +163,17 @@ def _usable(key: Key, view: View) -> bool:
 
 
 def _is_open(demand: Demand, pair: Pair, view: View) -> bool:
-    prefill, decode = _sides(pair, view)
-    if prefill.pending_tokens >= view.prefill_ahead * prefill.token_budget:
-        return False
+    prefill, _ = _sides(pair, view)
+    short = demand.num_tokens <= prefill.token_budget
+    pending = prefill.pending_short if short else prefill.pending_long
+    in_turn = pending < view.prefill_ahead * prefill.token_budget
+    return in_turn and _has_place(demand, pair, view)
+
+
+def _has_place(demand: Demand, pair: Pair, view: View) -> bool:
     if demand.max_tokens == 1 and pair.prefill is not None:
         return True  # the first token is the whole answer: D is not touched
-    return _has_room(demand, decode)
+    return _has_room(demand, view.workers[pair.decode])
 
 
 def _has_room(demand: Demand, decode: WorkerView) -> bool:

@@ -266,7 +266,8 @@ class Worker:
             free -= load.owed_blocks + blocks
         if self.refused_blocks is not None:
             free = min(free, self.refused_blocks - 1)
-        pending = max(0, tokens + (load.waiting_tokens if load else 0))
+        pending = tokens + (load.waiting_tokens if load else 0)
+        short = sum(c.tokens for c in self.calls.values() if c.tokens <= card.token_budget)
         seqs = calls + (load.running + load.waiting if load else 0)
         return WorkerView(
             key=self.key,
@@ -279,7 +280,8 @@ class Worker:
             token_budget=card.token_budget,
             # What is reserved or pulled is in no report yet, but it is one of our calls.
             num_seqs=max(seqs, len(self.calls)),
-            pending_tokens=sys.maxsize if self.refused_tokens else pending,
+            pending_short=sys.maxsize if self.refused_tokens else short,
+            pending_long=sys.maxsize if self.refused_tokens else max(0, pending - short),
             free_blocks=min(free, card.kv_blocks - 1),
             last_turn=self.last_turn,
         )

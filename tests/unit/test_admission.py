@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.admission import Admitted, Waiting, admit, hopeless, pick
+from router.admission import WINDOW, Admitted, Picked, Waiting, admit, hopeless, pick
 from router.errors import BadRequest, QueueFull, Unavailable
 from router.policy import Demand, Pair, View, WorkerView
 
@@ -88,7 +88,7 @@ HEAVY, LIGHT = Demand(800, 10), Demand(10, 10)
 
 
 def test_first_come_first_served() -> None:
-    assert pick([Waiting(LIGHT, 0), Waiting(LIGHT, 0)], view(), 4) == (0, Pair(P, D))
+    assert pick([Waiting(LIGHT, 0), Waiting(LIGHT, 0)], view(), 4) == Picked(0, Pair(P, D), ())
     assert pick([], view(), 4) is None
 
 
@@ -96,11 +96,34 @@ def test_light_ones_pass_a_heavy_one_but_not_for_ever() -> None:
     """B089."""
     little = view(d={"free_blocks": 5})
     queue = [Waiting(HEAVY, 0), Waiting(LIGHT, 0)]
-    assert pick(queue, little, 2) == (1, Pair(P, D))
-    assert pick([Waiting(HEAVY, 1), *queue[1:]], little, 2) == (1, Pair(P, D))
+    assert pick(queue, little, 2) == Picked(1, Pair(P, D), (0,))
+    assert pick([Waiting(HEAVY, 1), *queue[1:]], little, 2) == Picked(1, Pair(P, D), (0,))
     assert pick([Waiting(HEAVY, 2), *queue[1:]], little, 2) is None
-    assert pick([Waiting(HEAVY, 2), *queue[1:]], view(), 2) == (0, Pair(P, D))
+    assert pick([Waiting(HEAVY, 2), *queue[1:]], view(), 2) == Picked(0, Pair(P, D), ())
     assert pick(queue, little, 0) is None
+
+
+def test_short_ones_pass_long_ones_that_wait_for_nothing_but_their_turn() -> None:
+    busy = view(p={"pending_long": 512})
+    queue = [Waiting(HEAVY, 2), Waiting(HEAVY, 0), Waiting(LIGHT, 0)]
+    assert pick(queue, busy, 2) == Picked(2, Pair(P, D), ())
+    assert pick(queue, view(p={"pending_short": 512}), 2) == Picked(0, Pair(P, D), ())
+
+
+def test_who_waits_for_room_is_bypassed_whether_it_is_its_turn_or_not() -> None:
+    for p in ({}, {"pending_long": 512}):
+        tight = view(p, {"free_blocks": 5})
+        assert pick([Waiting(HEAVY, 1), Waiting(LIGHT, 0)], tight, 2) == Picked(1, Pair(P, D), (0,))
+        assert pick([Waiting(HEAVY, 2), Waiting(LIGHT, 0)], tight, 2) is None
+    full = view({"pending_long": 512}, {"num_seqs": 4})
+    assert pick([Waiting(HEAVY, 0), Waiting(LIGHT, 0)], full, 2) is None
+
+
+def test_no_more_of_the_queue_is_looked_at_than_takes_little_time() -> None:
+    busy = view(p={"pending_long": 512})
+    long = [Waiting(HEAVY, 0)] * WINDOW
+    assert pick([*long[1:], Waiting(LIGHT, 0)], busy, 2) == Picked(WINDOW - 1, Pair(P, D), ())
+    assert pick([*long, Waiting(LIGHT, 0)], busy, 2) is None
 
 
 def test_hopeless() -> None:

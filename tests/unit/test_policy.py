@@ -15,6 +15,7 @@ from router.policy import (
     WorkerView,
     candidates,
     choose,
+    has_room,
     other_decode,
     usable_pairs,
 )
@@ -79,8 +80,8 @@ def test_turns_are_fair(policy: str) -> None:
 
 def test_least_loaded_looks_at_both_sides() -> None:
     busy = view(
-        worker(P1, pending_tokens=100),
-        worker(P2, pending_tokens=10),
+        worker(P1, pending_short=10, pending_long=90),
+        worker(P2, pending_short=12),
         worker(D1, num_seqs=1),
         worker(D2, num_seqs=2),
     )
@@ -92,16 +93,40 @@ def test_least_loaded_looks_at_both_sides() -> None:
 @pytest.mark.parametrize(
     "closed",
     [
-        (worker(P1, pending_tokens=512), worker(D1)),
+        (worker(P1, pending_short=512), worker(D1)),
         (worker(P1), worker(D1, num_seqs=4)),
         (worker(P1), worker(D1, free_blocks=0)),
-        (worker(M1, pending_tokens=512),),
+        (worker(M1, pending_short=512),),
         (worker(M1, free_blocks=0),),
     ],
 )
 def test_waits_for_room_but_stays_a_candidate(closed: tuple[WorkerView, ...]) -> None:
     assert choose(SHORT, view(*closed)) is None
     assert len(candidates(SHORT, view(*closed))) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "mixed"])
+@pytest.mark.parametrize(
+    ("num_tokens", "short", "long", "is_open"),
+    [
+        (256, 511, 5000, True),  # it fits one step, and less than two steps of such are there
+        (256, 512, 0, False),
+        (257, 5000, 511, True),
+        (257, 0, 512, False),
+    ],
+)
+def test_short_and_long_prompts_wait_for_their_own_kind(
+    num_tokens: int, short: int, long: int, is_open: bool, role: str
+) -> None:
+    prefill = worker(P1 if role == "prefill" else M1, pending_short=short, pending_long=long)
+    decode = worker(D1) if role == "prefill" else prefill
+    demand = Demand(num_tokens, 10)
+    assert (choose(demand, view(prefill, decode)) is not None) == is_open
+    assert has_room(demand, view(prefill, decode))
+    full = replace(decode, free_blocks=0)
+    assert choose(demand, view(prefill, full)) is None
+    assert not has_room(demand, view(prefill, full))
+    assert has_room(replace(demand, max_tokens=1), view(prefill, full)) == (role == "prefill")
 
 
 def test_one_token_does_not_wait_for_d() -> None:
