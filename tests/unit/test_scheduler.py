@@ -351,13 +351,26 @@ def test_the_next_long_one_does_not_pay_for_the_last() -> None:
     assert shape(box.step()[0]) == [("c", 0, 8, True)]
 
 
+def test_a_step_that_decodes_fill_does_not_cancel_what_a_long_one_is_owed() -> None:
+    box = Box(budget=4)
+    holding(box, 60)
+    for i in range(4):
+        with_kv(box, f"d{i}", [i, 2, 3, 4, 5], SamplingParams(max_tokens=3))
+    decodes = [(f"d{i}", 4, 5, True) for i in range(4)]
+    assert shape(box.step()[0]) == decodes
+    box.add("short", [6] * 4)
+    assert [row.key[0] for row in box.step()[0].rows] == [b"d0", b"d1", b"d2", b"d3"]
+    assert shape(box.step()[0]) == [("l0", 4, 8, False)]
+    assert shape(box.step()[0]) == [("short", 0, 4, True)]
+
+
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_long_one_has_half_of_all_chunks_however_many_short_ones_come(size: int) -> None:
     """Alone it takes 10 steps of 8 tokens."""
     box = Box(budget=8, seqs=64, blocks=200)
     seq = box.add("long", [1] * 80, SamplingParams(max_tokens=1))
     steps = count = 0
-    while seq.status is not Status.FINISHED:
+    while seq.status is not Status.FINISHED and steps < 40:
         while sum(len(other.ids) for other in box.scheduler.waiting if other is not seq) < 16:
             box.add(f"s{count}", [2 + count % 5] * size, SamplingParams(max_tokens=1))
             count += 1
@@ -414,8 +427,8 @@ def test_the_blocks_that_the_first_needs_are_left_to_it() -> None:
     for i, name in enumerate("abc"):
         box.add(name, [2 + i] * 5, SamplingParams(max_tokens=9))
     assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"l0"]
-    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"b", b"l0"]
-    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"b", b"l0"]
+    for _ in range(3):
+        assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"b", b"l0"]
     assert box.pool.num_available >= 15
 
 
