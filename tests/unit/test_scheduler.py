@@ -338,6 +338,27 @@ def test_short_ones_keep_their_order_and_wait_when_longer_ones_are_to_have_their
     assert shape(box.step()[0]) == [("l0", 22, 30, False)]
 
 
+def test_a_short_one_that_may_not_pass_yet_is_not_passed_by_a_shorter_one() -> None:
+    box = Box(budget=8)
+    holding(box, 60)
+    for token, (name, size) in enumerate((("a", 6), ("b", 5), ("c", 3))):
+        box.add(name, [1 + token] * size, SamplingParams(max_tokens=1))
+    assert shape(box.step()[0])[0] == ("a", 0, 6, True)
+    box.step()
+    assert shape(box.step()[0])[:2] == [("b", 0, 5, True), ("c", 0, 3, True)]
+
+
+def test_single_tokens_of_others_pay_nothing_back() -> None:
+    box = Box(budget=64, chunks=4)
+    holding(box, 60)
+    box.add("a", [1] * 4, SamplingParams(max_tokens=1))
+    for i in range(3):
+        with_kv(box, f"d{i}", [i, 2, 3, 4, 5], SamplingParams(max_tokens=30))
+    assert [row.key[0] for row in box.step()[0].rows] == [b"a", b"d0", b"d1", b"d2"]
+    box.add("b", [6] * 3, SamplingParams(max_tokens=1))
+    assert [row.key[0] for row in box.step()[0].rows] == [b"d0", b"d1", b"d2", b"l0"]
+
+
 def test_the_next_long_one_does_not_pay_for_the_last() -> None:
     box = Box(budget=8)
     holding(box, 60)

@@ -186,9 +186,9 @@ class Traffic:
 
     def limit(self, asked: Asked) -> int:
         """Rounds until a sequence must have ended. One by one, those before it and those that may
-        pass it would take about 8 rounds each.
+        pass it would take about 8 rounds each, some more where a chunk is a single token.
         """
-        return 8 * (asked.ahead + MAX_PASSED)
+        return 12 * (asked.ahead + MAX_PASSED)
 
     def book(self, output: Output) -> None:
         asked = self.open[output.key]
