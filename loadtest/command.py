@@ -26,17 +26,26 @@ from loadtest.event_loop import new_event_loop
 from loadtest.figures import summarize
 from loadtest.html_report import run_html
 from loadtest.options import CompareOptions, RunOptions, ServerOptions, WorkloadOptions
-from loadtest.ratios import notes, section
+from loadtest.ratios import section
 from loadtest.record import Record
-from loadtest.results import Requests, command_line, facts, new_folder, say, write_comparison
+from loadtest.results import (
+    COMPARISON,
+    Requests,
+    command_line,
+    facts,
+    new_folder,
+    say,
+    write_comparison,
+)
 from loadtest.runner import run
 from loadtest.search import RateSearch
 from loadtest.slo import SLO
 from loadtest.source import Extent, Source, load_words, slos_of, source_of, writer_of
-from loadtest.store import REPORT, RunFolder, RunInfo, read_run
+from loadtest.store import REPORT, SUMMARY, RunFolder, RunInfo, read_run
 from loadtest.targets import Target, TargetError, parse_targets
 from loadtest.terminal import Progress, comparison_table, summary_table
 from loadtest.trial import Comparison, Window
+from loadtest.wording import digits
 from loadtest.writer import WordWriter, Writer
 
 Result = TypeVar("Result")
@@ -54,6 +63,8 @@ def _wrong_use() -> Iterator[None]:
     """What is wrong with the options, the server or a file, as one error."""
     try:
         yield
+    except BrokenPipeError:  # nobody reads on
+        raise
     except (ValueError, OSError, ServerUnusable, TargetError) as error:
         raise LoadTestError(str(error)) from error
 
@@ -62,6 +73,7 @@ def run_loadtest(server: ServerOptions, workload: WorkloadOptions, options: RunO
     """The exit status. Raises LoadTestError."""
     with _wrong_use():
         source, asker = source_of(workload), Asker(server)
+        _check(options)
         if not options.find_max_rate:
             folder = new_folder(options.out)
             return in_loop(_run(asker, workload, options, source, folder))
@@ -81,6 +93,7 @@ def run_compare(
     """The exit status. Raises LoadTestError."""
     with _wrong_use():
         source, asker = source_of(workload), Asker(server)
+        _check(options)
         parsed = parse_targets(targets)
         rates = _rates(compare.rates) or (source.extent.rate,)
         plan: Plan = Sweep(rates, compare.rounds, workload.seed, options.attainment)
@@ -90,9 +103,18 @@ def run_compare(
         return _compared(asker, workload, options, source, parsed, plan, compare.restart)
 
 
+def _check(options: RunOptions) -> None:
+    if not 0 < options.attainment <= 1:
+        raise ValueError(f"attainment {options.attainment:g}: want a share above 0, at most 1")
+    if options.max_probes < 1:
+        raise ValueError(f"max-probes {options.max_probes}: want 1 or more")
+
+
 def run_report(folder: str, slo: str = "") -> int:
     """Write a run's report anew, by other objectives if there are any. Raises LoadTestError."""
     with _wrong_use():
+        if (Path(folder) / COMPARISON).exists() or not (Path(folder) / SUMMARY).exists():
+            raise ValueError(f"{folder} is not the folder of a run: comparisons are judged once")
         stored = read_run(Path(folder))
         slos = slos_of(slo, list(stored.slos), stored.slos)
         summary = summarize(stored.result, slos)
@@ -179,12 +201,13 @@ async def _run(
         )
         for line in (f"{info.model} at {info.target}", info.workload, info.load, *remarks):
             print(line)
+        num_planned = sum(len(conversation.turns) for conversation in conversations)
         progress = Progress(
             sys.stderr,
-            sum(len(conversation.turns) for conversation in conversations),
+            num_planned,
             0.0 if workload.concurrency else conversations[-1].at_s,
         )
-        with RunFolder(path, info, source.slos) as folder, showing(progress):
+        with RunFolder(path, info, source.slos, num_planned) as folder, showing(progress):
 
             def ended(record: Record) -> None:
                 folder.add(record)
@@ -241,7 +264,7 @@ def _compared(
     comparison = in_loop(
         compared(asker, source, targets, plan, window, {"SLO": source.slos}, path, restart)
     )
-    description = f"{source.about} {load_words(workload, source.extent)}"
+    description = f"{source.about}; {digits(window.duration_s)} s of requests each"
     report = ComparisonReport(
         title="Highest rate" if len(targets) == 1 else "Comparison",
         started=comparison.started,
@@ -250,7 +273,6 @@ def _compared(
         sections=[section(comparison, source.name, description)],
         attainment=comparison.attainment,
         facts=facts(asker.writer) | {"Model": asker.model, "Seed": str(workload.seed)},
-        notes=notes(comparison),
     )
     write_comparison(path, report)
     print(comparison_table(report))

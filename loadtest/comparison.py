@@ -11,6 +11,9 @@ from typing import Literal
 
 from loadtest.figures import Summary
 
+FEW_ROUNDS = 3
+"""From so many rounds on it is known how much one run differs from the next."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -66,6 +69,7 @@ class Section:
     max_rates: Sequence[MaxRate] = ()
     ratios: Sequence[Ratio] = ()
     notes: Sequence[str] = ()  # plain sentences, shown above the plots
+    rounds: int = FEW_ROUNDS  # of the comparison: of fewer, no winner is named at single rates
     itl_rate: float | None = None  # whose ITL distribution is shown; None: the report chooses
 
 

@@ -8,9 +8,17 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
+from statistics import NormalDist
 
 from loadtest import html_page as page
-from loadtest.comparison import ComparisonReport, MaxRate, Measured, Ratio, Section
+from loadtest.comparison import (
+    FEW_ROUNDS,
+    ComparisonReport,
+    MaxRate,
+    Measured,
+    Ratio,
+    Section,
+)
 from loadtest.figures import Figures
 from loadtest.plot_style import Line, legend_html
 from loadtest.plots import Points, against_rate, attainment_against_rate, cdf, max_rate_bars
@@ -26,6 +34,7 @@ from loadtest.wording import (
 )
 
 MANY = 3  # targets besides the first
+TOO_LITTLE = 0.02  # a difference that nobody would choose by
 MANY_ROWS = 60  # of ratios: folded away on a screen
 LATENCIES: Sequence[tuple[str, str, str]] = (
     ("ttft", "p50", "TTFT, median"),
@@ -73,12 +82,17 @@ def verdicts(section: Section, base: str) -> list[str]:
     targets = dict.fromkeys(ratio.target for ratio in section.ratios)
     if len(targets) > MANY:
         return _verdicts_of_many(section, base)
+    judged = [
+        ratio
+        for ratio in section.ratios
+        if section.rounds >= FEW_ROUNDS or " at " not in ratio.figure
+    ]
     sentences = []
     for target in targets:
         sides: dict[str, list[Ratio]] = {"better": [], "worse": [], "even": []}
-        for ratio in section.ratios:
+        for ratio in judged:
             if ratio.target == target:
-                sides[side_of(ratio)].append(ratio)
+                sides[side_of(ratio, len(judged))].append(ratio)
         for side in ("better", "worse"):
             if sides[side]:
                 figures = "; ".join(_by_figure(sides[side], with_ratio=True))
@@ -96,20 +110,34 @@ def _verdicts_of_many(section: Section, base: str) -> list[str]:
     sides: dict[tuple[str, str], list[str]] = {}
     for ratio in section.ratios:
         if " at " not in ratio.figure:
-            found = sides.setdefault((ratio.figure, words[side_of(ratio)]), [])
+            side = words[side_of(ratio, len(section.ratios))]
+            found = sides.setdefault((ratio.figure, side), [])
             found.append(f"{ratio.target} ({_times(ratio.ratio.value)})")
     return [f"{figure}, {side}: {'; '.join(found)}." for (figure, side), found in sides.items()]
 
 
-def side_of(ratio: Ratio) -> str:
+def side_of(ratio: Ratio, num_judged: int = 1) -> str:
     """Whether the target is "better" or "worse" than the first one.
 
-    "even" when the interval holds 1 or is not known.
+    "even" when the interval holds 1 or is not known, or when the difference is under 2 %. The
+    interval is widened until all ``num_judged`` ratios together are wrong in 1 of 20 reports only
+    (Bonferroni, on the logarithm).
     """
-    low, high = ratio.ratio.low, ratio.ratio.high
-    if math.isnan(low) or math.isnan(high) or low <= 1 <= high:
+    value, low, high = ratio.ratio.value, ratio.ratio.low, ratio.ratio.high
+    if math.isnan(low) or math.isnan(high) or abs(value - 1) < TOO_LITTLE:
         return "even"
-    return "better" if (low > 1) == (ratio.better == "higher") else "worse"
+    near = low if value > 1 else high  # the end on the side of 1
+    if not 0 < near < math.inf or not value > 0:
+        return "even"
+    wider = _z(0.05 / num_judged) / _z(0.05)
+    distance = abs(math.log(value))
+    if distance <= wider * abs(math.log(value / near)):
+        return "even"
+    return "better" if (value > 1) == (ratio.better == "higher") else "worse"
+
+
+def _z(error: float) -> float:
+    return NormalDist().inv_cdf(1 - error / 2)
 
 
 def _by_figure(ratios: Sequence[Ratio], with_ratio: bool) -> list[str]:

@@ -22,7 +22,10 @@ from loadtest.slo import SLO
 
 LAG_LIMIT_S = 0.005
 LAG_SHARE = 0.1
-"""A run is spoiled when its p99 lag is over both LAG_LIMIT_S and LAG_SHARE of its median TTFT."""
+MIN_LATE = 3
+"""A run is spoiled when its p99 lag is over both LAG_LIMIT_S and LAG_SHARE of its median TTFT, and
+so many requests were that late: of few requests, one alone is the p99.
+"""
 
 _Z = 1.959963984540054  # of a normal distribution's middle 95 %
 
@@ -96,6 +99,7 @@ class Figures:
     attainment: Attainment  # of num_ok + num_failed
     objectives: Mapping[str, Attainment]  # each by itself: "ttft", "tpot", "e2e" where there is one
     errors: Mapping[str, int]  # by kind, most frequent first; without INTERRUPTED
+    messages: Mapping[str, str]  # of each kind, the first request's
     prompt_tokens: int  # of the requests that ended well, as are the next three
     planned_prompt_tokens: int
     output_tokens: int
@@ -134,7 +138,8 @@ def summarize(result: RunResult, slos: Mapping[str, SLO]) -> Summary:
     )
     every_slo = {name: slos.get(name, SLO()) for name in by_class}
     total = _figures("all", result.records, every_slo, seconds)
-    lag = Spread.of(record.lag_s for record in result.records)
+    lags = [record.lag_s for record in result.records]
+    lag = Spread.of(lags)
     return Summary(
         started=result.started,
         duration_s=seconds,
@@ -143,7 +148,7 @@ def summarize(result: RunResult, slos: Mapping[str, SLO]) -> Summary:
         total=total,
         classes=classes,
         lag=lag,
-        spoiled=_spoiled(lag, total.ttft.p50),
+        spoiled=_spoiled(lags, lag, total.ttft.p50),
     )
 
 
@@ -210,6 +215,7 @@ def _figures(
         attainment=Attainment(met, len(ended)),
         objectives=_objectives(ended, slos),
         errors=dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))),
+        messages={record.error: record.message for record in reversed(ended) if record.error},
         prompt_tokens=prompt_tokens,
         planned_prompt_tokens=sum(record.planned_tokens for record in ok),
         output_tokens=output_tokens,
@@ -233,9 +239,10 @@ def _objectives(ended: Sequence[Record], slos: Mapping[str, SLO]) -> dict[str, A
     return found
 
 
-def _spoiled(lag: Spread, median_ttft: float) -> str:
+def _spoiled(lags: Sequence[float], lag: Spread, median_ttft: float) -> str:
     limit = LAG_LIMIT_S if math.isnan(median_ttft) else max(LAG_LIMIT_S, LAG_SHARE * median_ttft)
-    if not lag.p99 > limit:  # nan: nothing was sent
+    num_late = sum(value > limit for value in lags)
+    if not lag.p99 > limit or num_late < MIN_LATE:  # nan: nothing was sent
         return ""
     return (
         f"The client was late: 1 % of the requests were sent {lag.p99 * 1e3:.1f} ms or more after"

@@ -26,7 +26,6 @@ from loadtest.wording import slo_words
 DRAWS = 1000
 STRETCHES = 10  # of a run
 BINS = 2000  # of equal counts, for percentiles of what was drawn: ranks are right to 1 in 2000
-FEW_ROUNDS = 3
 NO_INTERVAL = (math.nan, math.nan)
 
 Unit = Literal["s", "/s", ""]
@@ -263,6 +262,7 @@ def section(
         ],
         ratios=_ratios(comparison, [FIGURES[name] for name in figures], classes, rng),
         notes=notes(comparison),
+        rounds=len({trial.round for trial in comparison.trials}),
     )
 
 
@@ -277,7 +277,7 @@ def notes(comparison: Comparison) -> list[str]:
             "One round: the intervals know how much one run varies within itself, not how much one"
             " run differs from the next."
         )
-    elif rounds < FEW_ROUNDS:
+    elif rounds < report.FEW_ROUNDS:
         found.append(f"{rounds} rounds: the intervals hardly know how much runs differ.")
     unknown = sum(
         record.error == INTERRUPTED

@@ -15,16 +15,20 @@ class SLO:
     tpot: float = math.inf
     e2e: float = math.inf
 
-    def missed(self, record: Record) -> tuple[str, ...]:
-        """Names of the objectives that a request missed; a failed one has missed all of them."""
-        seen = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.latency_s}
+    def missed(self, record: Record, waited_s: float = 0.0) -> tuple[str, ...]:
+        """Names of the objectives that a request missed; a failed one has missed all of them.
+
+        ``waited_s`` counts as if the server had let it wait before it was sent.
+        """
+        ttft_s, e2e_s = record.ttft_s + waited_s, record.latency_s + waited_s
+        seen = {"ttft": ttft_s, "tpot": record.tpot_s, "e2e": e2e_s}
         return tuple(
             name for name, value in seen.items() if record.error or not value <= getattr(self, name)
         )
 
-    def met(self, record: Record) -> bool:
+    def met(self, record: Record, waited_s: float = 0.0) -> bool:
         """Whether the request ended well and within every limit."""
-        return not record.error and not self.missed(record)
+        return not record.error and not self.missed(record, waited_s)
 
 
 _UNITS = {"ms": 0.001, "s": 1.0}

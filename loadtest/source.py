@@ -24,6 +24,7 @@ from loadtest.writer import IdWriter, WordWriter, Writer, rng_of
 
 DURATION_S = 60.0  # of a run that is told neither a duration nor a number of requests
 PER_PLACE = 20  # requests of a closed loop that is told no number
+MAX_REQUESTS = 200_000  # some GB of prompts of 1,000 tokens
 VOCABULARY = 16_384  # tokens that about any model's vocabulary has
 
 
@@ -63,12 +64,7 @@ class Source(Protocol):
 
 def source_of(options: WorkloadOptions) -> Source:
     """Raises ValueError that names the option, the value and what is wanted."""
-    if options.duration_s < 0 or options.requests < 0 or options.concurrency < 0:
-        raise ValueError("duration, requests and concurrency must not be negative")
-    if not options.rate > 0:
-        raise ValueError(f"rate {options.rate:g}: want requests per second, above 0")
-    if options.trace and options.scenario:
-        raise ValueError("want either a scenario or a trace, not both")
+    _check(options)
     if options.trace:
         return _trace(options)
     if options.scenario:
@@ -82,6 +78,35 @@ def source_of(options: WorkloadOptions) -> Source:
         _extent(options, DURATION_S),
         options.max_model_len,
     )
+
+
+def _check(options: WorkloadOptions) -> None:
+    """What is wrong whatever the workload is, and what would be ignored."""
+    if options.duration_s < 0 or options.requests < 0 or options.concurrency < 0:
+        raise ValueError("duration, requests and concurrency must not be negative")
+    for name in ("rate", "speed", "length_scale", "scale"):
+        if not (value := getattr(options, name)) > 0:
+            raise ValueError(f"{name} {value:g}: want a number above 0")
+    if options.trace and options.scenario:
+        raise ValueError("want either a scenario or a trace, not both")
+    if options.requests and options.duration_s:
+        raise ValueError("want either a number of requests or a duration, not both")
+    if not options.trace:
+        plain = WorkloadOptions()
+        for name in ("speed", "length_scale", "max_input", "trace_format"):
+            if getattr(options, name) != getattr(plain, name):
+                raise ValueError(f"{name} is of a trace, and there is none")
+
+
+def _bounded(extent: Extent) -> Extent:
+    """All requests are made before the first is sent, so that nothing but sending is left then."""
+    number = extent.num_requests or extent.rate * extent.duration_s
+    if number > MAX_REQUESTS:
+        raise ValueError(
+            f"these are {number:,.0f} requests, and a run has {MAX_REQUESTS:,} at most: a lower"
+            " rate, or a shorter duration"
+        )
+    return extent
 
 
 def _of_flags(options: WorkloadOptions) -> Scenario:
@@ -100,12 +125,12 @@ def _extent(options: WorkloadOptions, duration_s: float) -> Extent:
     seeds = {"seed": options.seed, "text_seed": options.seed}
     if options.concurrency:
         number = options.requests or PER_PLACE * options.concurrency
-        return Extent(math.inf, num_requests=number, **seeds)
+        return _bounded(Extent(math.inf, num_requests=number, **seeds))
     if options.requests:
-        return Extent(options.rate, num_requests=options.requests, **seeds)
+        return _bounded(Extent(options.rate, num_requests=options.requests, **seeds))
     if math.isinf(options.rate):
         raise ValueError("an infinite rate needs a number of requests")
-    return Extent(options.rate, duration_s=options.duration_s or duration_s, **seeds)
+    return _bounded(Extent(options.rate, duration_s=options.duration_s or duration_s, **seeds))
 
 
 @dataclass(frozen=True)
@@ -196,7 +221,8 @@ class TraceSource:
 
     @property
     def about(self) -> str:
-        return self.trace.describe().split("\n")[0]
+        first, _, _ = self.trace.describe().partition("\n")
+        return first.removeprefix(f"{self.trace.path} ")
 
     def conversations(self, writer: Writer, extent: Extent) -> tuple[list[Conversation], list[str]]:
         """See :class:`Source`."""
@@ -220,7 +246,10 @@ class TraceSource:
         )
         if extent.duration_s:
             made = [conversation for conversation in made if conversation.at_s < extent.duration_s]
-        return made, [*trace.describe().split("\n"), *filter(None, [trace.template_note(writer)])]
+        return made, [
+            *trace.describe().split("\n")[1:],
+            *filter(None, [trace.template_note(writer)]),
+        ]
 
 
 # --- words ---------------------------------------------------------------------------------------

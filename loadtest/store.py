@@ -44,13 +44,15 @@ class StoredRun:
 class RunFolder:
     """Writes one run's folder. A context manager: requests.jsonl is open from start to end."""
 
-    def __init__(self, path: Path, info: RunInfo, slos: Mapping[str, SLO]) -> None:
+    def __init__(
+        self, path: Path, info: RunInfo, slos: Mapping[str, SLO], num_planned: int = 0
+    ) -> None:
         """Raises FileExistsError where the folder holds a run already."""
         self.path, self._info, self._slos = path, info, slos
         path.mkdir(parents=True, exist_ok=True)
         if (path / REQUESTS).exists():
             raise FileExistsError(f"{path} holds a run already: name another folder")
-        self._write_summary({}, None)
+        self._write_summary({"num_planned": num_planned} if num_planned else {}, None)
         self._requests: IO[str] = (path / REQUESTS).open("w", buffering=1)  # a line at a time
 
     def __enter__(self) -> Self:

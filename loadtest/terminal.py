@@ -15,6 +15,7 @@ from typing import TextIO
 from loadtest.comparison import ComparisonReport, Section
 from loadtest.figures import Figures, Summary
 from loadtest.record import INTERRUPTED, Record
+from loadtest.slo import SLO
 from loadtest.wording import (
     NOTHING,
     attainment_words,
@@ -131,8 +132,10 @@ def summary_table(summary: Summary, colour: bool = False) -> str:
     objectives = [*_objectives(groups)]
     lines += ["", *objectives] if objectives else []
     if summary.total.errors:
-        kinds = ", ".join(f"{count:,} × {kind}" for kind, count in summary.total.errors.items())
-        lines += ["", *_wrapped(f"errors: {kinds}")]
+        lines.append("")
+        for kind, count in summary.total.errors.items():
+            said = summary.total.messages.get(kind)
+            lines += _wrapped(f"{count:,} × {kind}" + (f", the first: {said}" if said else ""))
     lag = summary.lag
     lines += [
         "",
@@ -164,7 +167,7 @@ def _counts(groups: Sequence[Figures]) -> Iterator[str]:
             digits(group.goodput),
             digits(group.output_throughput),
             digits(group.total_throughput),
-            attainment_words(group.attainment),
+            NOTHING if group.slo == SLO() else attainment_words(group.attainment),
         )
 
 
@@ -203,6 +206,8 @@ def comparison_table(report: ComparisonReport) -> str:
     lines: list[str] = []
     for section in report.sections:
         lines += [section.workload, "", *_cells(section)]
+        for note in section.notes:
+            lines += ["", *_wrapped(note)]
         if section.max_rates:
             lines += [
                 "",

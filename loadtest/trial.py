@@ -52,12 +52,19 @@ class Trial:
     notes: tuple[str, ...] = ()
 
     def probe(self, slos: Mapping[str, SLO]) -> Probe:
-        """For the search and the estimate of the highest rate."""
+        """For the search and the estimate of the highest rate.
+
+        Times count from when requests were due: what a client that cannot keep up sends late has
+        not been served in time, however fast the answer was.
+        """
         known = [record for record in self.result.records if record.error != INTERRUPTED]
         return Probe(
             rate=self.rate,
             due_s=tuple(record.due_s for record in known),
-            met=tuple(slos.get(record.class_name, SLO()).met(record) for record in known),
+            met=tuple(
+                slos.get(record.class_name, SLO()).met(record, max(0.0, record.lag_s))
+                for record in known
+            ),
             start_s=self.start_s,
             end_s=self.end_s,
         )

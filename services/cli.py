@@ -9,6 +9,7 @@ import argparse
 import ast
 import inspect
 import io
+import os
 import sys
 import textwrap
 import tokenize
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(str(error))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has gone; Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def run(args: argparse.Namespace) -> int:
