@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def commands() -> list[str]:
     return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
 
-def test_the_two_commands_and_the_request_work() -> None:
-    serve, test, curl = commands()
+def test_the_commands_and_the_request_work(tmp_path: Path) -> None:
+    serve, test, curl, loadtest = commands()
     assert (serve, test) == ("make serve", "make test")
     with served(command=["make", "--no-print-directory", "-C", str(ROOT), "serve"]) as server:
         assert "http://127.0.0.1:8000/" in curl
@@ -32,9 +33,16 @@ def test_the_two_commands_and_the_request_work() -> None:
         answer = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
         )
+        assert loadtest.startswith(".venv/bin/baton loadtest ")
+        asked = subprocess.run(
+            [*shlex.split(loadtest), "--url", server.url, "--out", str(tmp_path)],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
     chunks = re.findall(r"^data: (\{.*\})$", answer.stdout, re.MULTILINE)
     text = "".join(json.loads(c)["choices"][0]["delta"].get("content", "") for c in chunks)
     assert text == "The capital of France is Paris."
+    assert "Goodput" in asked.stdout
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,14 +54,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_flags_exist() -> None:
     text = build_parser().parse_args(["serve"])  # builds without an error
     assert text.command == "serve"
-    known = subprocess.run(
-        ["bash", "-c", "exec .venv/bin/baton serve --help"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
-    flags = set(re.findall(r"--[a-z][a-z-]+", README)) - {"--help"}
+    known = "".join(
+        subprocess.run(
+            [".venv/bin/baton", *words, "--help"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        ).stdout
+        for words in (["serve"], ["loadtest"], ["loadtest", "compare"])
+    )  # fmt: skip
+    pages = README + (ROOT / "docs" / "loadtest.md").read_text()
+    flags = set(re.findall(r"--[a-z][a-z-]+", pages)) - {"--help"}
     assert flags
     for flag in flags:
-        assert re.search(rf"{flag}\b", known), f"README names {flag}, which there is not"
+        assert re.search(rf"{flag}\b", known), f"{flag} is named, which there is not"
 
 
 def test_the_reading_order_names_what_there_is() -> None:
