@@ -67,7 +67,7 @@ bench-tools: dev  ## our load test and `vllm bench serve` at the same servers, b
 bench-loadtest: dev  ## the load test's figures against a server of known delays, on a quiet machine
 	$(BIN)/python -m tests.bench_loadtest $(ARGS)
 
-proof: dev  ## disaggregated against mixed workers on this machine: 40 minutes, ARGS="--out FOLDER"
+proof: dev  ## disaggregated against mixed workers on this machine: under 40 minutes, docs/performance.md
 	$(BIN)/python -m loadtest.proof $(ARGS)
 
 clean:  ## remove .venv and everything that tools have left

@@ -34,6 +34,7 @@ from loadtest.results import (
     command_line,
     facts,
     new_folder,
+    read_comparison,
     say,
     write_comparison,
 )
@@ -111,17 +112,29 @@ def _check(options: RunOptions) -> None:
 
 
 def run_report(folder: str, slo: str = "") -> int:
-    """Write a run's report anew, by other objectives if there are any. Raises LoadTestError."""
+    """Write a report anew: a run's by other objectives if there are any. Raises LoadTestError."""
+    path = Path(folder)
     with _wrong_use():
-        if (Path(folder) / COMPARISON).exists() or not (Path(folder) / SUMMARY).exists():
-            raise ValueError(f"{folder} is not the folder of a run: comparisons are judged once")
-        stored = read_run(Path(folder))
-        slos = slos_of(slo, list(stored.slos), stored.slos)
-        summary = summarize(stored.result, slos)
-        page = Path(folder) / REPORT
-        page.write_text(run_html(stored.info, stored.result, summary), encoding="utf-8")
-    print(summary_table(summary, sys.stdout.isatty()))
-    print(f"{page}")
+        if (path / COMPARISON).exists():
+            if slo:
+                raise ValueError(
+                    f"{folder} is of a comparison, whose objectives stay what they were"
+                )
+            report = read_comparison(path)
+            write_comparison(path, report)
+            table = comparison_table(report)
+        elif (path / SUMMARY).exists():
+            stored = read_run(path)
+            summary = summarize(stored.result, slos_of(slo, list(stored.slos), stored.slos))
+            page = run_html(stored.info, stored.result, summary)
+            (path / REPORT).write_text(page, encoding="utf-8")
+            table = summary_table(summary, sys.stdout.isatty())
+        else:
+            raise ValueError(
+                f"{folder}: neither a run's folder nor that of a comparison that ended"
+            )
+    print(table)
+    print(path / REPORT)
     return OK
 
 

@@ -56,7 +56,7 @@ def comparison_html(report: ComparisonReport) -> str:
     )
     intro = (
         "All targets were run by turns on the same machine, with the same requests in each round."
-        f" Ratios are to {base}."
+        + (f" Ratios are to {base}." if len(report.sections) == 1 else "")
         if several
         else ""
     )
@@ -155,8 +155,9 @@ def _times(value: float) -> str:
 
 
 def _section(key: str, section: Section, report: ComparisonReport) -> str:
-    names = list(report.targets)
-    lines = {name: Line(name, place) for place, name in enumerate(names)}
+    places = {name: place for place, name in enumerate(report.targets)}
+    names = list(dict.fromkeys(cell.target for cell in section.cells)) or list(places)
+    lines = {name: Line(name, places[name]) for name in names}
     limits = "".join(
         f"<li>{f'<b>{escape(label)}</b>: ' if label else ''}{escape(words)}</li>"
         for label, words in section.slos.items()

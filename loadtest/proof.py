@@ -24,8 +24,17 @@ from loadtest.command import INTERRUPTED, OK, Asker, in_loop, stop_on_signals, w
 from loadtest.compare import Comparer, Sweep
 from loadtest.comparison import ComparisonReport
 from loadtest.options import ServerOptions, WorkloadOptions
+from loadtest.proof_page import write_page
 from loadtest.ratios import notes, section
-from loadtest.results import Requests, command_line, facts, new_folder, say, write_comparison
+from loadtest.results import (
+    Requests,
+    command_line,
+    facts,
+    new_folder,
+    read_comparison,
+    say,
+    write_comparison,
+)
 from loadtest.runner import run
 from loadtest.slo import SLO
 from loadtest.source import Extent, ScenarioSource, source_of
@@ -39,6 +48,7 @@ IN_BATCH = 6  # sequences of a decode worker at the highest rate that it could h
 SCALE = 0.5
 SERVE = ("--kv-blocks", "700", "--max-model-len", "2048")
 DISAGGREGATED = Target("disaggregated", flags=("--prefill", "1", "--decode", "1", *SERVE))
+SWEEP = "sweep"  # a folder within the proof's
 LONG, NUM_LONG, NUM_ALONE = 448, 4, 8  # tokens of a prompt, and requests, for what is alone
 
 
@@ -135,7 +145,7 @@ class Proof:
             f"alone: {ms(self.alone.tpot_s)} ms per token,"
             f" {digits(self.alone.prefill_rate)} tokens/s of prompts"
         )
-        with Requests(self.path / "sweep") as requests:
+        with Requests(self.path / SWEEP) as requests:
             for workers in self.size.workers:
                 for budget in self.size.budgets:
                     if not stop.is_set():
@@ -238,7 +248,7 @@ class Proof:
             "Took": time_words(seconds),
         }
         for path, title, found in (
-            (self.path / "sweep", "Mixed workers by token budget", self.swept),
+            (self.path / SWEEP, "Mixed workers by token budget", self.swept),
             (self.path, "Disaggregated against mixed", self.proven),
         ):
             if not found:
@@ -305,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--small", action="store_true", help="a minute or two, to see that it works"
     )
+    parser.add_argument("--page", help="Markdown page that gets tables and plots, between marks")
     args = parser.parse_args(argv)
     proof = Proof(SMALL if args.small else FULL, new_folder(args.out), args.model)
     began = time.monotonic()
@@ -312,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped = in_loop(proof.run())
     finally:
         proof.write(time.monotonic() - began)
+    if args.page and proof.proven:
+        write_page(Path(args.page), *(read_comparison(p) for p in (proof.path, proof.path / SWEEP)))
     return INTERRUPTED if stopped else OK
 
 

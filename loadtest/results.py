@@ -14,6 +14,7 @@ from loadtest.compare import Slot
 from loadtest.comparison import ComparisonReport
 from loadtest.comparison_html import comparison_html
 from loadtest.figures import plain_values
+from loadtest.plain import from_plain
 from loadtest.record import Record
 from loadtest.store import REPORT, REQUESTS
 from loadtest.writer import WordWriter, Writer
@@ -53,6 +54,14 @@ class Requests:
 def say(text: str) -> None:
     """How it goes, for people."""
     print(text, file=sys.stderr, flush=True)
+
+
+def read_comparison(path: Path) -> ComparisonReport:
+    """What `write_comparison` has written; raises ValueError that says what is wrong."""
+    try:
+        return from_plain(ComparisonReport, json.loads((path / COMPARISON).read_text("utf-8")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path / COMPARISON}: not a comparison ({error!r})") from None
 
 
 def write_comparison(path: Path, report: ComparisonReport) -> None:

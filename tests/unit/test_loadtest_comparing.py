@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,16 @@ def test_requests_of_unknown_outcome_are_no_evidence() -> None:
     records = (cut_off(), record_of(1, 1.0, 0.1, 0.01), record_of(2, 2.0, 0.9, 0.01))
     trial = Trial("a", 0, 1.0, 0, RunResult(records, 9.0, "", 3), 0.0, 9.0)
     assert trial.probe(SLOS[""]).met == (True, False)
+
+
+def test_what_is_sent_late_has_waited() -> None:
+    """A client that cannot keep up finds no server fast (coordinated omission)."""
+    limit = SLOS[""]["chat"].ttft
+    prompt = record_of(0, 1.0, limit / 2, 0.01)
+    late = replace(prompt, sent_s=prompt.due_s + limit)
+    trial = Trial("a", 0, 1.0, 0, RunResult((prompt, late), 9.0, "", 2), 0.0, 9.0)
+    assert trial.probe(SLOS[""]).met == (True, False)
+    assert SLOS[""]["chat"].met(late)  # by itself, from when it was sent
 
 
 class Answers:

@@ -146,6 +146,7 @@ def test_an_empty_run_and_one_in_which_all_failed() -> None:
     assert failed.total.attainment == Attainment(0, 3)
     assert failed.total.objectives == {"ttft": Attainment(0, 3)}
     assert failed.total.errors == {"connect": 3}
+    assert set(failed.total.messages) == {"connect"}
     assert failed.total.ttft.count == 0
 
 
@@ -199,6 +200,8 @@ def test_a_late_client_spoils_its_run() -> None:
     assert summarize(late(0.02, 1.0), {}).spoiled == ""  # 2 % of the median TTFT
     assert summarize(late(0.004, 0.001), {}).spoiled == ""  # under 5 ms
     assert summarize(late(0.5, 0.1, num_late=1), {}).spoiled == ""  # one in 200
+    assert summarize(late(0.5, 0.1, count=9, num_late=2), {}).spoiled == ""  # of nine, one is p99
+    assert summarize(late(0.5, 0.1, count=9, num_late=3), {}).spoiled
 
 
 def test_rounds_are_pooled() -> None:

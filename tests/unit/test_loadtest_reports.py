@@ -389,6 +389,20 @@ def test_who_wins_in_words() -> None:
     assert side_of(replace(lower, ratio=Measured(0.5, 0.4, 1.0))) == "even"
 
 
+def test_a_winner_is_named_with_care() -> None:
+    ratio = Ratio("x at 2/s", "b", 1, 0.95, Measured(0.95, 0.92, 0.981), better="lower")
+    assert side_of(ratio) == "better"
+    assert side_of(ratio, num_judged=12) == "even"  # one of twelve intervals misses 1 by chance
+    little = replace(ratio, ratio=Measured(0.99, 0.985, 0.995))
+    assert side_of(little) == "even"
+    bound = replace(ratio, ratio=Measured(2.0, 2.0, math.inf), better="higher")
+    assert side_of(bound, num_judged=12) == "better"
+    (section,) = some_comparison(["a", "b"]).sections
+    assert verdicts(replace(section, rounds=2), "a") == [
+        "b is better than a: highest rate (tight) 2.00\N{NO-BREAK SPACE}×."
+    ]
+
+
 def test_the_rate_whose_itl_is_shown() -> None:
     (section,) = some_comparison(["a", "b"]).sections
     assert chosen_rate(replace(section, itl_rate=1.0)) == 1.0
