@@ -13,7 +13,7 @@ BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
 
 
 def write_page(page: Path, proof: ComparisonReport, sweep: ComparisonReport) -> None:
-    """Put tables and plots between the page's marks; plots and reports go into ``proof/`` beside it.
+    """Put tables and plots between the page's marks; files go into ``proof/`` beside it.
 
     Raises ValueError for a page without marks.
     """
@@ -122,7 +122,7 @@ def plots(proof: ComparisonReport) -> dict[str, str]:
 
 def _attainment(section: Section, by_target: Mapping[str, Sequence[Cell]], threshold: float) -> str:
     """All targets by all objectives, in one plot."""
-    series = []
+    series: list[Points] = []
     for name, cells in by_target.items():
         for label in section.slos:
             series.append(
