@@ -49,7 +49,7 @@ SCALE = 0.5
 SERVE = ("--kv-blocks", "700", "--max-model-len", "2048")
 DISAGGREGATED = Target("disaggregated", flags=("--prefill", "1", "--decode", "1", *SERVE))
 SWEEP = "sweep"  # a folder within the proof's
-LONG, NUM_LONG, NUM_ALONE = 448, 4, 8  # tokens of a prompt, and requests, for what is alone
+LONG = 448  # tokens of the prompts that tell how fast prompts are computed
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Size:
     parts: tuple[Part, ...]
     budgets: tuple[int, ...]
     workers: tuple[int, ...]  # of the mixed settings
+    num_alone: int = 8  # requests, one at a time
 
 
 FULL = Size(
@@ -82,7 +83,7 @@ FULL = Size(
     budgets=(32, 64, 128, 256, 512),
     workers=(1, 2),
 )
-SMALL = Size(parts=(Part("bursts", 5, 0.3, 5, (0.3,)),), budgets=(32,), workers=(1,))
+SMALL = Size(parts=(Part("bursts", 5, 0.3, 5, (0.3,)),), budgets=(32,), workers=(1,), num_alone=2)
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,11 @@ def cores() -> int:
 class Proof:
     """Makes the trials; what there is by then is kept when it is interrupted."""
 
-    def __init__(self, size: Size, path: Path, model: str) -> None:
-        self.size, self.path = size, path
+    def __init__(
+        self, size: Size, path: Path, model: str, command: Sequence[str] | None = None
+    ) -> None:
+        """``command`` stands for ``baton``."""
+        self.size, self.path, self.command = size, path, command
         self.model = ("--model", model) if model else ()
         self.asker = Asker(ServerOptions(endpoint="completions"))
         self.sources = {part: _source(part.scenario) for part in size.parts}
@@ -162,17 +166,16 @@ class Proof:
         return stop.is_set()
 
     async def _alone(self, stop: asyncio.Event) -> Alone:
-        server = await start(self._target(DISAGGREGATED), self.path)
+        server = await start(self._target(DISAGGREGATED), self.path, self.command)
         try:
             async with self.asker.connect(server.url) as client:
                 chats, _ = _source("chat").conversations(
-                    self.asker.writer, Extent(math.inf, num_requests=NUM_ALONE)
+                    self.asker.writer, Extent(math.inf, num_requests=self.size.num_alone + 1)
                 )
-                await run(chats[:2], client, concurrency=1, stop=stop)
                 seen = await run(chats, client, concurrency=1, stop=stop)
                 long = source_of(WorkloadOptions(input=str(LONG), output="1"))
                 prompts, _ = long.conversations(
-                    self.asker.writer, Extent(math.inf, num_requests=NUM_LONG)
+                    self.asker.writer, Extent(math.inf, num_requests=self.size.num_alone // 2)
                 )
                 read = await run(prompts, client, concurrency=1, stop=stop)
         finally:
@@ -185,7 +188,7 @@ class Proof:
     async def _sweep(self, setting: Target, requests: Requests, stop: asyncio.Event) -> None:
         """One mixed setting, at one rate of each workload."""
         say(f"{setting.name}: starting")
-        server = await start(self._target(setting), requests.path)
+        server = await start(self._target(setting), requests.path, self.command)
         try:
             for part in self.size.parts:
                 if stop.is_set():
@@ -223,7 +226,7 @@ class Proof:
             say=say,
             on_record=requests.add,
         )
-        return await comparer.compare(targets, sweep, requests.path)
+        return await comparer.compare(targets, sweep, requests.path, command=self.command)
 
     def _rates(self, part: Part, loads: Sequence[float]) -> tuple[float, ...]:
         assert self.alone
