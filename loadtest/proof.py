@@ -145,6 +145,8 @@ class Proof:
         """All three stages; whether it was interrupted."""
         stop = stop_on_signals()
         self.alone = await self._alone(stop)
+        if self.alone is None:
+            return True
         say(
             f"alone: {ms(self.alone.tpot_s)} ms per token,"
             f" {digits(self.alone.prefill_rate)} tokens/s of prompts"
@@ -165,7 +167,7 @@ class Proof:
                     )
         return stop.is_set()
 
-    async def _alone(self, stop: asyncio.Event) -> Alone:
+    async def _alone(self, stop: asyncio.Event) -> Alone | None:
         server = await start(self._target(DISAGGREGATED), self.path, self.command)
         try:
             async with self.asker.connect(server.url) as client:
@@ -180,6 +182,8 @@ class Proof:
                 read = await run(prompts, client, concurrency=1, stop=stop)
         finally:
             await server.stop()
+        if stop.is_set():
+            return None
         return Alone(
             tpot_s=statistics.median(record.tpot_s for record in seen.records),
             prefill_rate=LONG / statistics.median(record.ttft_s for record in read.records),

@@ -1,4 +1,4 @@
-"""Stands for ``baton serve`` where a test wants real engines sooner: the same flags, in one process.
+"""Stands for ``baton serve`` where a test wants real engines sooner, in one process.
 
 ``python tests/support/local_baton.py serve FLAGS`` is ``baton local FLAGS``.
 """
