@@ -195,7 +195,9 @@ def max_rate_bars(entries: Sequence[tuple[Line, MaxRate]], title: str) -> str:
                 axes.plot([rate.low, end], [row, row], color=INK, lw=1.2)
                 axes.plot(rate.low, row, color=INK, marker="|", ms=6)
                 axes.plot(end, row, color=INK, marker="|" if math.isfinite(rate.high) else ">")
-            sign = "≥ " if rate.high == math.inf else "≤ " if rate.low == 0 else ""
+            at_least = rate.high == math.inf and rate.low == rate.value
+            at_most = rate.low == 0 and rate.high == rate.value
+            sign = "≥ " if at_least else "≤ " if at_most else ""
             axes.text(
                 max(end, rate.value) + until * 0.025, row, f"{sign}{rate.value:.3g}", va="center"
             )

@@ -25,7 +25,7 @@ from loadtest.compare import Comparer, Sweep
 from loadtest.comparison import ComparisonReport
 from loadtest.options import ServerOptions, WorkloadOptions
 from loadtest.proof_page import write_page
-from loadtest.ratios import notes, section
+from loadtest.ratios import section
 from loadtest.results import (
     Requests,
     command_line,
@@ -276,13 +276,12 @@ class Proof:
                     targets=targets,
                     sections=sections,
                     facts=known,
-                    notes=[note for seen in found.values() for note in notes(seen)],
                 ),
             )
 
     def _about(self, part: Part) -> str:
         return "; ".join(
-            [self.sources[part].about]
+            [self.sources[part].about.rstrip(".")]
             + [
                 f"{spec.name}: {spec.input} tokens in, {spec.output} out"
                 for spec in self.sources[part].scenario.classes
@@ -295,15 +294,19 @@ class Proof:
 
 
 def best(swept: Comparison) -> Target:
-    """The setting with the most requests within the tight objectives; of equals, the loose ones."""
+    """The setting with the most requests within the tight objectives; of equals, within the loose
+    ones; of these, the one whose tokens come soonest.
+    """
 
     def rank(target: Target) -> tuple[float, ...]:
+        trials = swept.of(target.name)
         shares = []
         for slos in swept.objectives.values():
-            probes = [trial.probe(slos) for trial in swept.of(target.name)]
-            met = [met for probe in probes for met in probe.met]
+            met = [met for trial in trials for met in trial.probe(slos).met]
             shares.append(sum(met) / max(len(met), 1))
-        return tuple(shares)
+        records = [record for trial in trials for record in trial.result.records]
+        tpot_s = [record.tpot_s for record in records if not record.error]
+        return *shares, -statistics.fmean(tpot_s or [math.inf])
 
     return max(swept.targets, key=rank)
 

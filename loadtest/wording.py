@@ -55,6 +55,8 @@ def interval_words(low: float, high: float, scale: float = 1.0, unit: str = "") 
     if math.isnan(low) or math.isnan(high):
         return NOTHING
     low, high = low * scale, high * scale
+    if math.isinf(high) and low <= 0:
+        return "open at both ends"
     if math.isinf(high):
         return f"at least {digits(low)}{unit}"
     return f"{digits(low)} to {digits(high)}{unit}"
