@@ -45,7 +45,6 @@ from loadtest.wording import digits, ms, time_words
 TIGHT, LOOSE = 1.5, 3.0  # times what a token takes alone
 QUEUE_S = 8.0  # a first token later than this: a queue that grows
 IN_BATCH = 6  # sequences of a decode worker at the highest rate that it could have, about
-SCALE = 0.5
 SERVE = ("--kv-blocks", "700", "--max-model-len", "2048")
 DISAGGREGATED = Target("disaggregated", flags=("--prefill", "1", "--decode", "1", *SERVE))
 SWEEP = "sweep"  # a folder within the proof's
@@ -72,6 +71,7 @@ class Size:
     budgets: tuple[int, ...]
     workers: tuple[int, ...]  # of the mixed settings
     num_alone: int = 8  # requests, one at a time
+    scale: float = 0.5  # of the scenarios' lengths
 
 
 FULL = Size(
@@ -83,7 +83,9 @@ FULL = Size(
     budgets=(32, 64, 128, 256, 512),
     workers=(1, 2),
 )
-SMALL = Size(parts=(Part("bursts", 5, 0.3, 5, (0.3,)),), budgets=(32,), workers=(1,), num_alone=2)
+SMALL = Size(
+    parts=(Part("bursts", 3, 0.3, 3, (0.3,)),), budgets=(32,), workers=(1,), num_alone=2, scale=0.1
+)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Proof:
         self.size, self.path, self.command = size, path, command
         self.model = ("--model", model) if model else ()
         self.asker = Asker(ServerOptions(endpoint="completions"))
-        self.sources = {part: _source(part.scenario) for part in size.parts}
+        self.sources = {part: _source(part.scenario, size.scale) for part in size.parts}
         self.alone: Alone | None = None
         self.swept: dict[Part, Comparison] = {}
         self.proven: dict[Part, Comparison] = {}
@@ -171,7 +173,7 @@ class Proof:
         server = await start(self._target(DISAGGREGATED), self.path, self.command)
         try:
             async with self.asker.connect(server.url) as client:
-                chats, _ = _source("chat").conversations(
+                chats, _ = _source("chat", self.size.scale).conversations(
                     self.asker.writer, Extent(math.inf, num_requests=self.size.num_alone + 1)
                 )
                 seen = await run(chats, client, concurrency=1, stop=stop)
@@ -311,8 +313,8 @@ def best(swept: Comparison) -> Target:
     return max(swept.targets, key=rank)
 
 
-def _source(scenario: str) -> ScenarioSource:
-    source = source_of(WorkloadOptions(scenario=scenario, scale=SCALE))
+def _source(scenario: str, scale: float) -> ScenarioSource:
+    source = source_of(WorkloadOptions(scenario=scenario, scale=scale))
     assert isinstance(source, ScenarioSource)
     return source
 

@@ -41,7 +41,7 @@ def test_a_small_proof_is_made_and_written(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     assert "| disaggregated |" in text
     for name in ("bursts-attainment", "bursts-itl", "bursts-ttft"):
         assert f"(proof/{name}.svg)" in text

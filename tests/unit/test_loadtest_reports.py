@@ -390,7 +390,7 @@ def test_who_wins_in_words() -> None:
 
 
 def test_a_winner_is_named_with_care() -> None:
-    ratio = Ratio("x at 2/s", "b", 1, 0.95, Measured(0.95, 0.92, 0.981), better="lower")
+    ratio = Ratio("x at 2/s", "b", 1, 0.95, Measured(0.95, 0.91, 0.99), better="lower")
     assert side_of(ratio) == "better"
     assert side_of(ratio, num_judged=12) == "even"  # one of twelve intervals misses 1 by chance
     little = replace(ratio, ratio=Measured(0.99, 0.985, 0.995))
