@@ -1,4 +1,8 @@
-"""Markers from the path: ``pytest -m unit`` runs what lies in ``tests/unit``."""
+"""Markers from the path: ``pytest -m unit`` runs what lies in ``tests/unit``.
+
+``make test`` runs two processes side by side (pytest-xdist): half of a test's time is waiting.
+What starts deployments of several processes stays in one of them, one test after the other.
+"""
 
 from pathlib import Path
 
@@ -8,6 +12,13 @@ from services.machine import calm_openmp
 from services.warm_kernels import warm_kernels
 
 TESTS = Path(__file__).parent
+# Tests of these start deployments of several processes, or keep all cores busy: never two at once.
+DEPLOYMENTS = (
+    "chaos",
+    "serve",
+    "integration/test_proof.py",
+    "integration/test_loadtest_command.py",
+)
 
 calm_openmp()  # before any test imports torch
 
@@ -30,10 +41,23 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("markers", f"{level}: tests in tests/{level}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if any(not item.path.is_relative_to(TESTS / "unit") for item in items):
-        # Workers that compile are slower to start than tests wait.
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the processes that run the tests: workers that compile are slower than tests wait."""
+    if not hasattr(session.config, "workerinput"):
         warm_kernels(lambda text: print(f"\n{text}"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: not _deploys(item)
+    )  # stable: these begin at once, they take longest
     for item in items:
         if item.path.is_relative_to(TESTS):
             item.add_marker(item.path.relative_to(TESTS).parts[0])
+            item.add_marker(
+                pytest.mark.xdist_group("deployments" if _deploys(item) else str(item.path))
+            )
+
+
+def _deploys(item: pytest.Item) -> bool:
+    return any(item.path.is_relative_to(TESTS / path) for path in DEPLOYMENTS)

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from kvtransfer.faults import Faults, parse_faults
 from router.api import create_api
 from router.dispatch import Dispatcher
 from router.tokenizer import ByteTokenizer
@@ -257,6 +258,13 @@ class Rig:
             role: gate.worker.engine.scheduler.stats.steps for role, gate in self.engines.items()
         }
 
+    @property
+    def injected(self) -> Faults:
+        """The faults of D's transfers; only of a rig with ``pull_faults``."""
+        faults = self.decode.worker._faults
+        assert faults is not None
+        return faults
+
     def leftovers(self) -> list[str]:
         """What is not idle, on any side; empty when all is."""
         left = router_leftovers(self.dispatcher)
@@ -292,8 +300,15 @@ def router_leftovers(dispatcher: Dispatcher) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def rig(folder: Path, transport: str, **flags: Any) -> AsyncIterator[Rig]:
-    """One prefill and one decode worker, gated, and ready."""
+async def rig(
+    folder: Path, transport: str, pull_faults: str = "", **flags: Any
+) -> AsyncIterator[Rig]:
+    """One prefill and one decode worker, gated, and ready.
+
+    ``pull_faults`` begin once the pair is proven: a few unlucky proofs in a row, each later than
+    the one before, would be all that a test sees.
+    """
+    plan = parse_faults(pull_faults)
     settings = {
         "model": str(folder),
         "transport": transport,
@@ -301,6 +316,7 @@ async def rig(folder: Path, transport: str, **flags: Any) -> AsyncIterator[Rig]:
         "kv_blocks": 200,
         "lease_s": 30.0,
         "threads": 1,
+        "pull_faults": f"seed={plan.seed}" if plan else "",
         **flags,
     }
     with TransportGate.installed() as opened, RouterGate.installed() as router:
@@ -313,6 +329,8 @@ async def rig(folder: Path, transport: str, **flags: Any) -> AsyncIterator[Rig]:
                     deployed.transports[worker.settings.role] = gate
                 await until(lambda: deployed.dispatcher.ready, "the pair is ready")
                 await deployed.until_idle()
+                if plan:
+                    deployed.injected.plan = plan
                 try:
                     yield deployed
                 finally:

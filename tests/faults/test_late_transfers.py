@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.rig import VOCAB, Rig, Stream, complete, model_folder, rig, until
+from tests.faults.rig import VOCAB, Stream, complete, model_folder, rig, until
 
 NUM_TOKENS = 12
 BLOCK = 16
@@ -35,13 +35,6 @@ async def references(folder: Path, asked: list[list[int]]) -> list[list[int]]:
     """The right answers, from a deployment where nothing goes wrong."""
     async with rig(folder, "memory") as calm:
         return [await calm.complete(prompt, NUM_TOKENS) for prompt in asked]
-
-
-def faults(deployed: Rig) -> dict[str, int]:
-    """Faults injected into D's transfers, by kind."""
-    counted = deployed.decode.worker._faults
-    assert counted is not None
-    return dict(counted.counts)
 
 
 # --- B003 -----------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ async def cut_one_in_three(folder: Path, transport: str, seconds: float) -> None
 
         await asyncio.gather(*(client() for _ in range(64)))
         await deployed.until_idle()
-        injected = faults(deployed)
+        injected = dict(deployed.injected.counts)
         for gate in deployed.engines.values():
             assert gate.worker.alive
     print(f"\n{transport}: {counts}, faults {injected}")

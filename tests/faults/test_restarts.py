@@ -26,6 +26,7 @@ from tests.faults.rig import (
     model_folder,
     until,
 )
+from tests.support.shared_memory import shared_memory
 
 NUM_TOKENS = 8
 RECOVERED_S = 10.0
@@ -127,8 +128,7 @@ def test_restart_on_the_same_address(tmp_path: Path, full: bool, transport: str)
 
 
 async def residue(folder: Path) -> None:
-    shared = Path("/dev/shm")
-    before = set(shared.iterdir())
+    before = shared_memory()
     sizes = {"max_model_len": 256, "kv_blocks": 100}
     async with fleet(folder, "nixl", prefill=2, decode=1, **sizes) as deployed:
         prompt = list(new_prompts(1)[0])
@@ -154,7 +154,7 @@ async def residue(folder: Path) -> None:
         for worker in deployed.workers:
             if worker.alive:
                 worker.kill()
-        assert set(shared.iterdir()) <= before
+        assert shared_memory() <= before
 
 
 def test_nothing_of_the_dead_remains(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ is one mixed worker without a prefix cache; tokens are sampled, so that each dep
 
 import asyncio
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +105,9 @@ async def damage(folder: Path, transport: str, rounds: int) -> None:
     stem = random_ids(drawn, 100)  # shared: a damaged block of it must not stay in a cache
     asked = [[*stem, *random_ids(drawn, 20)] for _ in range(10)]
     right = await references(folder, asked)
-    settings = {"checksums": True, "pull_faults": "corrupt=0,seed=31"}
+    settings = {"checksums": True, "pull_faults": "corrupt=0.1,seed=31"}
     async with rig(folder, transport, **settings) as deployed:
-        injected, stats = deployed.decode.worker._faults, deployed.decode.worker.roles._decode.stats
-        assert injected is not None
-        injected.plan = replace(injected.plan, corrupt=0.1)  # not before the pair is proven
+        injected, stats = deployed.injected, deployed.decode.worker.roles._decode.stats
         turn = 0
         while turn < rounds or injected.counts["corrupt"] <= 2:
             turn += 1

@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 from tests.support.serving import Client, Served, served, until
+from tests.support.shared_memory import shared_memory
 
 MODEL = "smollm2-135m-instruct"
 MAX_MODEL_LEN = 2048
@@ -336,7 +337,7 @@ def test_ctrl_c_under_load_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     # A short path of our own: everything that is left of the server's files would be in it.
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(folder))
-    shared_before, segments_before = shared_memory()
+    shared_before = shared_memory()
     try:
         with served(*SIZES) as server:
             (work,) = folder.iterdir()
@@ -359,9 +360,7 @@ def test_ctrl_c_under_load_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not [port for port in ports if accepts(port)]
         assert list(folder.iterdir()) == []
-        shared, segments = shared_memory()
-        assert not shared - shared_before
-        assert not segments - segments_before
+        assert not shared_memory() - shared_before
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -412,9 +411,3 @@ def accepts(port: int) -> bool:
     """Whether somebody listens on this port of the loopback interface."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def shared_memory() -> tuple[set[str], set[str]]:
-    """Names in /dev/shm, and ids of System V segments."""
-    rows = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    return set(os.listdir("/dev/shm")), {row.split()[1] for row in rows}
