@@ -1,8 +1,10 @@
 """The thread that runs an engine: commands in, steps, outputs out.
 
-Everything that touches blocks happens in this thread, between steps: messages from routers, ends of
-pulls, aborts, expiries. So nobody needs a lock, and a block never changes hands under a running
-step.
+Everything that touches blocks happens in this thread: messages from routers, ends of pulls, aborts,
+expiries. So nobody needs a lock. What may end a sequence of the step under way waits for the step's
+end, so a block never changes hands under it. All else can be done in the pauses of a step: a pull
+that had to wait for one to end before it starts, and for the next before its end is noticed, would
+cost its sequence two steps.
 """
 
 import logging
@@ -10,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.engine.engine import Engine
@@ -37,6 +40,12 @@ class Handler(Protocol):
         """The engine has failed; nothing will be called any more."""
 
 
+@dataclass(frozen=True)
+class _Command:
+    run: Callable[[], None]
+    within_step: bool
+
+
 class EngineLoop:
     """Owns the thread; :meth:`submit` is the only way in."""
 
@@ -51,16 +60,36 @@ class EngineLoop:
         self._engine = engine
         self._handler = handler
         self._clock = clock
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._kept: tuple[_Command | None] | None = None  # taken in a pause, for after the step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Begin to step."""
         self._thread.start()
 
-    def submit(self, command: Callable[[], None]) -> None:
-        """Run ``command`` in the engine's thread between two steps. Thread-safe; order is kept."""
-        self._commands.put(command)
+    def submit(self, command: Callable[[], None], within_step: bool = False) -> None:
+        """Run ``command`` in the engine's thread between two steps. Thread-safe; order is kept.
+
+        ``within_step``: or in a pause of one, since it ends no sequence that computes.
+        """
+        self._commands.put(_Command(command, within_step))
+
+    def pause(self) -> None:
+        """The runner is in the middle of a step: do what needs not wait for its end."""
+        done = False
+        while self._kept is None:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            if command is not None and command.within_step:
+                command.run()
+                done = True
+            else:
+                self._kept = (command,)  # and all that come after it
+        if done:
+            self._handler.flush(self._clock())
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread after the step under way."""
@@ -95,10 +124,16 @@ class EngineLoop:
         elif self._engine.stalled:
             wait_s = _STALLED_WAIT_S
         try:
-            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
-            while command is not None:
-                command()
-                command = self._commands.get_nowait()
+            while (command := self._next(wait_s)) is not None:
+                command.run()
+                wait_s = 0.0
         except queue.Empty:
             return True
         return False
+
+    def _next(self, wait_s: float) -> _Command | None:
+        """The oldest command, None for the end; raises queue.Empty."""
+        if self._kept is not None:
+            (command,), self._kept = self._kept, None
+            return command
+        return self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()

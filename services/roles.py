@@ -39,6 +39,13 @@ Transfers = tuple[int, Mapping[str, int]]
 """Of the KV transport: how often it was rebuilt, and faults that were injected, by kind."""
 
 
+def ends_sequences(message: wire.Message) -> bool:
+    """Whether a message may end a sequence that computes, and give its blocks to others. No other
+    can: what they end or hand out is in no step.
+    """
+    return isinstance(message, wire.Abort)
+
+
 class Roles:
     """The :class:`~services.engine_loop.Handler` of a worker's engine loop."""
 
@@ -93,7 +100,7 @@ class Roles:
             self._decode.abort(key)
 
     def handle(self, link: Peer, message: wire.Message, now: float) -> None:
-        """One message of a router."""
+        """One message of a router; in a pause of a step unless it :func:`ends_sequences`."""
         if link not in self._links:
             return  # it came just before the link was lost
         match message:

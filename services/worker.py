@@ -43,7 +43,7 @@ from services.engine.weights import read_weights
 from services.engine_loop import EngineLoop
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
-from services.roles import LAST_PULLS_S, Roles
+from services.roles import LAST_PULLS_S, Roles, ends_sequences
 from services.settings import WorkerSettings
 from services.watchdog import Watchdog
 
@@ -189,6 +189,7 @@ class Worker:
         )
         self._load = self.roles.load()
         self._loop = EngineLoop(self.engine, self.roles)
+        runner.pause = self._loop.pause
         self._watchdogs = (
             Watchdog("the engine", settings.stall_s, lambda: self._loop.beats),
             Watchdog("the KV puller", settings.stall_s, lambda: self._puller.beats),
@@ -304,7 +305,10 @@ class Worker:
             self.leave(message.deadline_ms / 1000)
             return
         router = self._routers[link]
-        self._loop.submit(lambda: self.roles.handle(router, message, time.monotonic()))
+        self._loop.submit(
+            lambda: self.roles.handle(router, message, time.monotonic()),
+            within_step=not ends_sequences(message),
+        )
 
     def _on_close(self, link: Link) -> None:
         router = self._routers.pop(link)
@@ -343,7 +347,7 @@ class Worker:
     # --- from the other threads ----------------------------------------------------------------
 
     def _on_events(self, events: list[Event]) -> None:
-        self._loop.submit(lambda: self.roles.on_events(events, time.monotonic()))
+        self._loop.submit(lambda: self.roles.on_events(events, time.monotonic()), within_step=True)
 
     def _call_soon(self, function: Callable[..., None], *args: object) -> None:
         try:

@@ -1,10 +1,11 @@
-"""All layers of a model in one call, for CPUs: compiled code from the embedding to the last norm.
+"""All layers of a model in a few calls, for CPUs: compiled code from embedding to last norm.
 
 Between two kernels that Python calls pass some ten microseconds, in which waiting threads fall
 asleep; a step of one token has hundreds of kernels. Here one follows the other at once. The kernels
 are those of ``linear``, ``cpu_ops`` and ``paged_attention``; the reference is ``Model.forward``.
 """
 
+from collections.abc import Callable
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,11 @@ _INPUT_NORM, _QKV, _QK_NORM, _OUTPUT, _POST_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 
 _ROTATED, _WINDOW, _WIDTH = 15, 16, 17
 """A product takes three: panels, scales, bias; 0 where there is none."""
 
+PARTS = 5
+"""Of a step, with a pause between each two: a message that comes in its middle waits for a tenth of
+the step, where one call waits for a half. More of them would be felt in the step.
+"""
+
 
 @njit
 def _product(x, x_stride, num_rows, num_inputs, weights, num_panels, out):  # type: ignore[no-untyped-def]
@@ -40,8 +46,9 @@ def _product(x, x_stride, num_rows, num_inputs, weights, num_panels, out):  # ty
         multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias, out)
 
 
-@compiled("void(int64, int64, int64[::1], int64[::1], float64, float64)")
-def _run(table, num_layers, shape, step, eps, factor):  # type: ignore[no-untyped-def]
+@compiled("void(int64, int64, int64, int64, int64[::1], int64[::1], float64, float64)")
+def _run(table, num_layers, first, end, shape, step, eps, factor):  # type: ignore[no-untyped-def]
+    """Layers ``first`` to ``end``; what is between two calls is in the step's buffers."""
     hidden_size, num_heads, num_kv_heads, dim = shape[0], shape[1], shape[2], shape[3]
     middle, block_size = shape[4], shape[5]
     block_stride, layer_stride, plane = shape[6], shape[7], shape[8]
@@ -56,8 +63,8 @@ def _run(table, num_layers, shape, step, eps, factor):  # type: ignore[no-untype
     gate_up_panels = (2 * middle + 15) // 16
     hidden_panels = (hidden_size + 15) // 16
     y_stride = 16 * hidden_panels
-    added = 0  # what the layer before has left to add
-    for index in range(num_layers):
+    added = y if first else 0  # what the layer before has left to add
+    for index in range(first, end):
         place_of = table + 8 * _WIDTH * index
         layer = int64s(place_of, _WIDTH)
         add_norm(hidden, added, y_stride, layer[_INPUT_NORM], eps, x, num_tokens, hidden_size)
@@ -88,7 +95,8 @@ def _run(table, num_layers, shape, step, eps, factor):  # type: ignore[no-untype
         gate_rows(gate_up, 16 * gate_up_panels, gated, num_tokens, middle)
         _product(gated, middle, num_tokens, middle, place_of + 8 * _DOWN, hidden_panels, y)
         added = y
-    add_norm(hidden, added, y_stride, step[20], eps, x, num_tokens, hidden_size)
+    if end == num_layers:
+        add_norm(hidden, added, y_stride, step[20], eps, x, num_tokens, hidden_size)
 
 
 def _columns(product: PackedLinear) -> list[int]:
@@ -131,9 +139,18 @@ class CpuLayers:
         row = [layer.input_norm.data_ptr(), *qkv, norm, *output, layer.post_norm.data_ptr()]
         return [*row, *gate_up, *down, int(layer.rotated), layer.window]
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, plan: PagedPlan) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        plan: PagedPlan,
+        pause: Callable[[], None],
+    ) -> Tensor:
         """Hidden states after the last norm, ``[num_tokens, hidden_size]``, of the embeddings in
         ``hidden``, which is overwritten. ``cos``, ``sin``: ``[num_tokens, head_dim / 2]``.
+        ``pause`` is called between ``PARTS`` parts of the layers.
         """
         hidden_size, num_heads, num_kv_heads, dim = self._sizes
         num_tokens = len(hidden)
@@ -153,12 +170,13 @@ class CpuLayers:
         step = [num_tokens, hidden.data_ptr(), x.data_ptr(), *(b.data_ptr() for b in buffers)]
         step += [kv.data_ptr(), cos.data_ptr(), sin.data_ptr(), plan.slots.ctypes.data]
         step += [*self.attention.addresses(plan), self._norm.data_ptr()]
-        _run(
-            self._table.ctypes.data,
-            len(self._table),
-            np.array(shape),
-            np.array(step),
-            self._eps,
-            1 / sqrt(dim),
-        )
+        arrays = np.array(shape), np.array(step)
+        num_layers = len(self._table)
+        parts = min(PARTS, num_layers)
+        for part in range(parts):
+            if part:
+                pause()
+            first, end = (each * num_layers // parts for each in (part, part + 1))
+            table = self._table.ctypes.data
+            _run(table, num_layers, first, end, *arrays, self._eps, 1 / sqrt(dim))
         return x

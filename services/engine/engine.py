@@ -1,7 +1,8 @@
 """The engine: sequences in, tokens out (pure; the runner that owns tensors is passed in).
 
 ``step()`` is schedule → run → update. Everything here is called from one thread, between steps; so
-a block that is given back is never written by a step that is still under way.
+a block that is given back is never written by a step that is still under way. In a pause of a step
+all may be called that ends no sequence which computes.
 """
 
 from collections import Counter

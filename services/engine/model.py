@@ -7,7 +7,7 @@ Where keys and values are kept is the attention's business.
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -161,17 +161,23 @@ class Model:
         return plan_attention(rows, block_size, self.norm.device)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, kv: Tensor, plan: AttentionPlan | PagedPlan
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        plan: AttentionPlan | PagedPlan,
+        pause: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Hidden states ``[num_tokens, hidden_size]`` after the last norm; KV goes to ``kv``.
 
         The plan chooses the way: with one of :func:`~services.engine.attention.plan_attention` it
-        is this plain one, whatever the device.
+        is this plain one, whatever the device. ``pause`` is called between layers, on a CPU: a GPU
+        has been told all of a step before it is done with the first.
         """
         if isinstance(plan, PagedPlan):
             assert self.cpu_layers is not None
             cos, sin = half_rotation(positions, self.frequencies)
-            return self.cpu_layers.run(self.embed.rows(ids), cos, sin, kv, plan)
+            return self.cpu_layers.run(self.embed.rows(ids), cos, sin, kv, plan, pause)
         config = self.config
         num_tokens, num_queries, dim = len(ids), config.num_heads, config.head_dim
         num_qk = num_queries + config.num_kv_heads
@@ -179,6 +185,8 @@ class Model:
         cos, sin = rotation(positions, self.frequencies)
         hidden = self.embed.rows(ids)
         for index, layer in enumerate(self.layers):
+            if index and hidden.device.type == "cpu":
+                pause()
             x = rms_norm(hidden, size, layer.input_norm, eps)
             qkv = layer.qkv(x).view(num_tokens, -1, dim)
             qk, values = qkv[:, :num_qk], qkv[:, num_qk:]

@@ -1,5 +1,7 @@
 """Turns a plan into tensors, runs the model on it, and samples. Owns weights and KV memory."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,10 +22,15 @@ class ModelRunner:
         self.region = region
         self.epoch = epoch
         self.checksums = checksums
+        self.pause: Callable[[], None] = lambda: None
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[int]:
-        """One token per row, -1 where the row does not sample."""
+        """One token per row, -1 where the row does not sample.
+
+        ``pause`` is called a few times meanwhile, on a CPU. It may hand out blocks and take some
+        back, but none of the plan's.
+        """
         use_threads(torch.get_num_threads())
         self.publish(plan.opened, [])
         self.zero(plan.spoiled)
@@ -43,6 +50,7 @@ class ModelRunner:
             _indices(positions, device),
             self.region.kv,
             self.model.plan(rows, self.region.layout.block_size),
+            self.pause,
         )
         tokens = [NO_TOKEN] * len(rows)
         if last:

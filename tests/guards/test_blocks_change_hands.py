@@ -15,6 +15,7 @@ from services.engine.engine import Engine, Reservation
 from services.engine.scheduler import Plan, Scheduler
 from services.engine.sequence import Key
 from services.engine_loop import EngineLoop
+from services.roles import ends_sequences
 from tests.guards.rig import ASKED, OTHER, SAMPLING, Answer, Worker, right
 from tests.support.worker_box import RecordingLink
 
@@ -136,21 +137,59 @@ def naming(reserve: Callable[..., Reservation | None]) -> Callable[..., Reservat
     return reserve_and_name
 
 
-# --- commands between steps -----------------------------------------------------------------------
+# --- commands within a step -----------------------------------------------------------------------
 
 
-class Gate:
-    """Holds a step between its plan and its numerics."""
+class Held:
+    """An engine's thread that is held in the first pause of its first step."""
 
     def __init__(self, worker: Worker) -> None:
-        self.entered, self.go = threading.Event(), threading.Event()
-        self._run = worker.runner.run
-        worker.engine.runner.run = self.run  # type: ignore[method-assign]
+        self.worker, self.link = worker, WaitingLink()
+        self.loop = EngineLoop(worker.engine, worker.roles, lambda: worker.now)
+        self._entered, self._commands, self._go = (threading.Event() for _ in range(3))
+        worker.runner.pause = self._pause
+        worker.roles.connected(self.link, ())
 
-    def run(self, plan: Plan) -> list[int]:
-        self.entered.set()
-        assert self.go.wait(WAIT_S)
-        return self._run(plan)
+    def _pause(self) -> None:
+        self._entered.set()
+        assert self._commands.wait(WAIT_S)
+        self.loop.pause()
+        assert self._go.wait(WAIT_S)
+
+    def __enter__(self) -> Held:
+        """Once ``OTHER`` computes here."""
+        computed = wire.Decode(b"other", 0, pack_ids(OTHER), len(OTHER), SAMPLING)
+        self.say(computed)
+        self.loop.start()
+        assert self._entered.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hear_commands()
+        self.end_step()
+        self.loop.stop()
+
+    def say(self, message: wire.Message, within_step: bool | None = None) -> None:
+        allowed = not ends_sequences(message) if within_step is None else within_step
+        self.loop.submit(
+            lambda: self.worker.roles.handle(self.link, message, self.worker.now), allowed
+        )
+
+    def say_all_of(self, asked: Answer, p: Worker) -> None:
+        """What D hears of a hand-off, and the end of its pull."""
+        assert asked.prefilled is not None
+        self.say(wire.Peer(p.card))
+        self.say(wire.Reserve(b"asked", 0, pack_ids(ASKED)))
+        ids = pack_ids(asked.so_far)
+        self.say(wire.Decode(b"asked", 0, ids, len(ASKED), SAMPLING, asked.prefilled.ticket))
+        self.loop.submit(self.worker.land, within_step=True)
+
+    def hear_commands(self) -> None:
+        """The pause goes on to what was said so far."""
+        self._commands.set()
+
+    def end_step(self) -> None:
+        self._go.set()
 
 
 class WaitingLink(RecordingLink):
@@ -164,13 +203,20 @@ class WaitingLink(RecordingLink):
         for message in messages:
             self.queue.put(message)
 
+    def next_of(self, request: bytes) -> wire.Message:
+        """The next message about a request."""
+        while True:
+            message = self.queue.get(timeout=WAIT_S)
+            if getattr(message, "request", None) == request:
+                return message
+
     def tokens(self, request: bytes) -> list[int]:
         """All tokens of a request, once it has ended."""
         tokens: list[int] = []
         while True:
-            message = self.queue.get(timeout=WAIT_S)
-            assert not isinstance(message, wire.Failed) or message.request != request, message
-            if isinstance(message, wire.Tokens) and message.request == request:
+            message = self.next_of(request)
+            assert not isinstance(message, wire.Failed), message
+            if isinstance(message, wire.Tokens):
                 tokens += message.ids
                 if message.finish:
                     return tokens
@@ -188,50 +234,49 @@ def tolerant(update: Callable[..., object]) -> Callable[..., object]:
     return update_those_left
 
 
+def handed_off(p: Worker) -> Answer:
+    """An answer that P has begun."""
+    asked = Answer(ASKED)
+    asked.prefill(p)
+    p.run()
+    asked.hear(p)
+    return asked
+
+
 @pytest.mark.parametrize("guarded", [True, False])
-def test_blocks_change_hands_between_steps_only(
+def test_an_abort_waits_for_the_end_of_the_step(
     guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort comes while a step is under way that will write the request's blocks. If it took
     effect at once, another request would pull its KV into these blocks, and the step would then
     overwrite it.
     """
-    p, d = Worker("p", 7, blocks=5), Worker("d", 9, blocks=4, chunk=30)
-    asked = Answer(ASKED)
-    asked.prefill(p)
-    p.run()
-    asked.hear(p)
-    assert asked.prefilled is not None
-
-    link = WaitingLink()
-    d.roles.connected(link, ())
-    gate, loop = Gate(d), EngineLoop(d.engine, d.roles, lambda: d.now)
-    submit = loop.submit
-    if not guarded:  # commands run in the thread that they come from
+    p, d = Worker("p", 7, blocks=5), Worker("d", 9, blocks=4, chunk=30)  # room for one
+    asked = handed_off(p)
+    if not guarded:
         monkeypatch.setattr(Scheduler, "update", tolerant(Scheduler.update))
-
-        def submit(command: Callable[[], None]) -> None:
-            command()
-
-    def say(message: wire.Message) -> None:
-        submit(lambda: d.roles.handle(link, message, d.now))
-
-    loop.start()
-    try:
-        ids = pack_ids(OTHER)
-        computed = wire.Decode(b"other", 0, ids, len(OTHER), SAMPLING)
-        loop.submit(lambda: d.roles.handle(link, computed, d.now))
-        assert gate.entered.wait(WAIT_S)
-        say(wire.Abort(b"other", 0))
-        say(wire.Peer(p.card))
-        say(wire.Reserve(b"asked", 0, pack_ids(ASKED)))
-        ids = pack_ids(asked.so_far)
-        say(wire.Decode(b"asked", 0, ids, len(ASKED), SAMPLING, asked.prefilled.ticket))
-        submit(d.land)
-        gate.go.set()
-        tokens = [*asked.tokens, *link.tokens(b"asked")]
-    finally:
-        gate.go.set()
-        loop.stop()
+    with Held(d) as held:
+        held.say(wire.Abort(b"other", 0), within_step=None if guarded else True)
+        held.say_all_of(asked, p)
+        held.hear_commands()
+        held.end_step()
+        tokens = [*asked.tokens, *held.link.tokens(b"asked")]
     assert (tokens == right(ASKED)) is guarded
-    assert not loop.failure
+    assert not held.loop.failure
+
+
+def test_a_hand_off_does_not_wait_for_the_end_of_a_step() -> None:
+    """Reserved, pulled and admitted while another sequence computes: right, both of them."""
+    p, d = Worker("p", 7, blocks=5), Worker("d", 9, blocks=9, chunk=30)
+    asked = handed_off(p)
+    with Held(d) as held:
+        held.say_all_of(asked, p)
+        held.hear_commands()
+        assert isinstance(held.link.next_of(b"asked"), wire.Reserved)
+        assert isinstance(held.link.next_of(b"asked"), wire.Pulled)
+        steps = d.engine.scheduler.stats.steps
+        assert steps == 0, "the step is under way"
+        held.end_step()
+        tokens = [*asked.tokens, *held.link.tokens(b"asked")]
+    assert tokens == right(ASKED)
+    assert not held.loop.failure

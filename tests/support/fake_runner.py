@@ -7,7 +7,7 @@ one wrong slot is found at the first row that would attend to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.engine.engine import Engine
 from services.engine.scheduler import Output, Plan, Row
@@ -62,6 +62,7 @@ class FakeRunner:
         self.generations: dict[int, int] = {}  # as published
         self.plans: list[Plan] = []
         self.zeroed: list[int] = []
+        self.pause: Callable[[], None] = lambda: None
 
     def run(self, plan: Plan) -> list[int]:
         """Compute the plan's states; one token per row, -1 where it does not sample."""
@@ -69,6 +70,7 @@ class FakeRunner:
         self.publish(plan.opened, [])
         self.zero(plan.spoiled)
         self._check(plan)
+        self.pause()
         return [self._compute(row) for row in plan.rows]
 
     def publish(self, opened: tuple[tuple[int, int], ...], sealed: list[tuple[int, int]]) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 
 from kvtransfer.importer import Event
 from router import wire
+from services.roles import ends_sequences
 from tests.support.scripted_router import Pipe, Router
 from tests.support.worker_box import Box, Pull, is_terminal
 
@@ -115,6 +116,22 @@ class World:
         box.now = self.now
         box.step()
         self._listen()
+
+    def step_and_hear(self, box: Box) -> None:
+        """A step in whose pause all arrives that need not wait for its end."""
+
+        def pause() -> None:
+            for pipe in [pipe for pipe in self.live if pipe.box is box]:
+                while pipe.to_box and not ends_sequences(pipe.to_box[0]):
+                    self.to_box(pipe)
+            for key in box.puller.keys(told=True):
+                self.settle(box, key)
+            for key in box.puller.keys(told=False):
+                self.pull_ends(box, key, "arrive")
+
+        box.runner.pause = pause
+        self.step(box)
+        box.runner.pause = lambda: None
 
     def pass_time(self, seconds: float) -> None:
         """Workers tick; requests that are late end at their routers as well."""

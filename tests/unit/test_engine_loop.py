@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -47,6 +47,7 @@ class RecordingHandler:
         self.threads: set[str] = set()
         self.ticks = 0
         self.stalled = threading.Event()
+        self.on_flush: Callable[[], object] = lambda: None
 
     def on_outputs(self, outputs: list[Output], now: float) -> None:
         self.threads.add(threading.current_thread().name)
@@ -59,6 +60,7 @@ class RecordingHandler:
         self.ticks += 1
 
     def flush(self, now: float) -> None:
+        self.on_flush()
         self.threads.add(threading.current_thread().name)
 
     def fail(self, reason: str) -> None:
@@ -112,6 +114,43 @@ def test_a_command_waits_for_the_step_under_way(box: Box) -> None:
     box.runner.gate.release()
     assert box.handler.said.get(timeout=WAIT_S)[0] == "outputs"
     assert box.handler.threads == {"engine"}
+
+
+def test_a_pause_runs_what_may_come_within_a_step_and_keeps_the_order(box: Box) -> None:
+    ran: list[str] = []
+    paused, end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        box.loop.pause()
+        paused.set()
+
+    box.runner.pause = pause
+    box.loop.start()
+    box.add(b"a")
+    box.runner.entered.get(timeout=WAIT_S)
+    box.loop.submit(lambda: ran.append("first"), within_step=True)
+    box.loop.submit(lambda: ran.append("second"), within_step=True)
+    box.loop.submit(lambda: ran.append("after the step"))
+    box.loop.submit(lambda: ran.append("behind it"), within_step=True)
+    box.loop.submit(end.set)
+    seen: list[list[str]] = []
+    box.handler.on_flush = lambda: seen.append(list(ran))
+    box.runner.gate.release()
+    assert end.wait(WAIT_S)
+    assert paused.is_set()
+    assert seen[0] == ["first", "second"], "what came of them is sent at once"
+    assert ran == ["first", "second", "after the step", "behind it"]
+
+
+def test_an_end_that_is_met_in_a_pause_ends_the_loop(box: Box) -> None:
+    box.runner.pause = box.loop.pause
+    box.loop.start()
+    box.add(b"a", max_tokens=20)
+    box.runner.entered.get(timeout=WAIT_S)
+    box.runner.gate.release()
+    box.loop.stop(WAIT_S)
+    assert not box.loop.alive
+    assert not box.loop.failure
 
 
 def test_an_abort_between_steps_stops_the_sequence(box: Box) -> None:

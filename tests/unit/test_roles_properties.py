@@ -26,7 +26,7 @@ POOL = 9  # 8 usable: two longest requests and a bit
 MOST_OPEN = 6
 NEVER = float("inf")
 EVENTS = [
-    *3 * ["ask"], *5 * ["all_goes_on"], "to_box", "to_router", "step",
+    *3 * ["ask"], *5 * ["all_goes_on"], "to_box", "to_router", "step", *2 * ["step_and_hear"],
     *3 * ["pull_arrives"], "pull_fails", "pull_is_given_up", "pull_settles",
     *3 * ["again"], "time_passes", "cancel", "ask_for_news", "renew", "once_more",
     "reconnect", "kill", "drain", "leave", "lose_router",
@@ -138,6 +138,9 @@ class HandOffs(RuleBasedStateMachine):
         for _ in range(1 + which % 3):
             self.world.step(box)
         check_states(box.engine, box.runner)
+
+    def step_and_hear(self, index: int, _: int) -> None:
+        self.world.step_and_hear(self.world.boxes[index % len(self.world.boxes)])
 
     def pull_arrives(self, index: int, _: int) -> None:
         self.pull_ends(index, "arrive")
