@@ -23,6 +23,9 @@ CGROUP_LIMITS = (
 )
 
 
+_NICER, _NICEST = 10, 19
+
+
 def calm_openmp() -> None:
     """Let torch's threads sleep at a barrier instead of spinning; to be called before its import.
 
@@ -31,6 +34,17 @@ def calm_openmp() -> None:
     take several times as long.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # some 10 microseconds
+
+
+def give_way() -> None:
+    """Let the others of this machine's threads go before the calling one, where cores are shared.
+
+    It gets less only while more threads want to run than there are cores. On Linux, where niceness
+    is a thread's; threads that it starts later inherit it.
+    """
+    if sys.platform == "linux":
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, min(_NICEST, mine + _NICER))
 
 
 def this_machine(one_process: bool = False) -> Machine:

@@ -3,8 +3,8 @@
 The length of a step bounds how fast a worker reacts: to an abort, to a short prompt behind a long
 one, to the next token of everybody else. What fits depends on model, machine and threads, so it is
 timed at start, with the runner that will run, in under ``BOX_S`` plus one step. One step of a large
-model may take longer than that: so the first look is at one and two of its layers, and where they
-say that not even ``FIRST`` tokens fit, no whole step is run.
+model may take longer than that: so the first look is at one and two of its layers, the next at four
+times as many, and where they say that not even ``FIRST`` tokens fit, no whole step is run.
 
 Others use the same cores, above all while a deployment starts, and a disturbed step only ever takes
 longer: the shortest of several counts. The result is kept in the user's cache, see :func:`cached`.
@@ -38,6 +38,7 @@ LOWEST = 64  # smaller steps would mostly read weights
 HIGHEST = {"cpu": 2048, "cuda": 8192}
 FIRST = 32  # tokens of the first chunk that is timed
 ENOUGH = 4  # a chunk that takes a quarter of the target is long enough to extrapolate from
+MORE = 4  # times the layers in each look: whatever noise hid of the few, many show
 BOX_S = 2.0
 TRIES = 5  # of the chunk that decides, while there is time
 
@@ -66,12 +67,11 @@ def tokens_in_time(
     room = (config.kv_blocks - 1) * config.block_size
     room = min(HIGHEST[config.device], config.max_model_len, room)
     chunk = min(FIRST, room)
-    expected = _from_few_layers(runner_of, num_layers, config, chunk, clock)
+    expected = _step_time(runner_of, num_layers, config, chunk, clock)
     if expected > 2 * TARGET_S:
         return chunk * TARGET_S / expected
 
     runner = runner_of(num_layers)
-    _time(runner, config, chunk, clock)  # the first run sets things up
     while True:
         took = _time(runner, config, chunk, clock)
         if clock() - began + took <= BOX_S:
@@ -86,14 +86,16 @@ def tokens_in_time(
     return chunk * TARGET_S / took
 
 
-def _from_few_layers(
+def _step_time(
     runner_of: Callable[[int], Runner],
     num_layers: int,
     config: EngineConfig,
     chunk: int,
     clock: Callable[[], float],
 ) -> float:
-    """Seconds that a step of all layers would take: layers are alike."""
+    """Seconds that a step of all layers takes. More and more of them are run, which sets things up;
+    where a few say that all would take too long, not all are: layers are alike.
+    """
     began = clock()
     _time(runner_of(1), config, chunk, clock)
     one = two = math.inf
@@ -103,7 +105,15 @@ def _from_few_layers(
             two = min(two, _time(runner_of(2), config, chunk, clock))
         if clock() - began > BOX_S / 4:
             break
-    return one if num_layers == 1 else one + (num_layers - 1) * max(0.0, two - one)
+    if num_layers == 1:
+        return one
+    count, took = 2, two
+    while True:
+        expected = one + (num_layers - 1) * max(0.0, took - one) / (count - 1)
+        if count == num_layers or expected > 2 * TARGET_S:
+            return expected
+        count = min(MORE * count, num_layers)
+        took = _time(runner_of(count), config, chunk, clock)
 
 
 def _time(runner: Runner, config: EngineConfig, chunk: int, clock: Callable[[], float]) -> float:

@@ -41,6 +41,7 @@ from services.engine.model_config import read_config
 from services.engine.runner import ModelRunner
 from services.engine.weights import read_weights
 from services.engine_loop import EngineLoop
+from services.machine import give_way
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
 from services.roles import LAST_PULLS_S, Roles, ends_sequences
@@ -189,6 +190,9 @@ class Worker:
         )
         self._load = self.roles.load()
         self._loop = EngineLoop(self.engine, self.roles)
+        if settings.role == "prefill" and config.device == "cpu":
+            # A reader waits for each token of a decode worker, but for all of a prompt at once.
+            self._loop.submit(give_way)
         runner.pause = self._loop.pause
         self._watchdogs = (
             Watchdog("the engine", settings.stall_s, lambda: self._loop.beats),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -253,6 +254,23 @@ async def replaces_its_transport(folder: Path) -> None:
         first = await router.next(wire.Prefilled)
         assert isinstance(first, wire.Prefilled)
         link.send(wire.Release(first.ticket_id))
+
+
+async def priorities(folder: Path) -> dict[str, int]:
+    found = {}
+    for role in ("prefill", "decode", "mixed"):
+        async with running(folder, role=role) as (worker, *_):
+            assert worker._loop._thread.native_id is not None
+            found[role] = os.getpriority(os.PRIO_PROCESS, worker._loop._thread.native_id)
+    return found
+
+
+def test_on_shared_cores_decoding_goes_before_prefill(tmp_path: Path) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    found = asyncio.run(priorities(tmp_path))
+    assert found["decode"] == found["mixed"] == before
+    assert found["prefill"] == min(19, before + 10) > before
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before, "its engine's thread only"
 
 
 def test_a_failed_engine_fails_its_requests_and_closes_its_links(

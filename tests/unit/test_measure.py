@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from services import measure
 from services.engine.config import EngineConfig
@@ -103,6 +103,8 @@ def test_a_model_of_one_layer_is_timed_too() -> None:
     per_step_s=st.floats(0, 0.4),
     noise=st.lists(st.floats(0, 0.15), max_size=5).map(tuple),
 )
+@example(94, 0.015625, 0.25, (0.0, 0.125))  # noise hides the layers
+@example(120, 0.06, 0.4, (0.15, 0.0))
 def test_measuring_ends_in_time(
     num_layers: int, layer_s: float, per_step_s: float, noise: tuple[float, ...]
 ) -> None:
