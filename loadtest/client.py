@@ -10,13 +10,13 @@ Figures follow from what is noted here, so this is where they are made equal to 
   half of a character) counts, and so does a last chunk that only gives the ``finish_reason``:
   the end of the latency. An event that carries usage alone (no choices) is no chunk, nor is
   ``[DONE]``;
-* chunks that arrive together have the same time; several tokens in one chunk are one chunk, for
+* chunks that are read together have the same time, that of the first; several tokens in one chunk are one chunk, for
   ITL too, while TPOT divides by tokens as the server's usage counts them.
 
 Different on purpose, where vLLM's client has no figure or would hide an error: the time of a chunk
-is when its bytes were read from the socket, before any parsing; usage is also taken from a chunk
-that has choices; without usage the chunks that have text are counted; and a stream that ends
-without ``finish_reason`` and ``[DONE]`` has failed.
+is when its bytes reached this machine (see ``loadtest.receipt``), not when they were read; usage is
+also taken from a chunk that has choices; without usage the chunks that have text are counted; and a
+stream that ends without ``finish_reason`` and ``[DONE]`` has failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from types import TracebackType
 from typing import Any
 
 from loadtest.conversation import Text
-from loadtest.http1 import Address, Broken, Http, NotHTTP, clock
+from loadtest.http1 import Address, Broken, Http, NotHTTP
+from loadtest.receipt import clock
 from loadtest.sse import EventParser
 
 Messages = Sequence[Mapping[str, Any]]

@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 
 from loadtest.client import Client, Exchange, Messages, Reply
 from loadtest.conversation import Conversation, Text
-from loadtest.http1 import clock
+from loadtest.receipt import clock
 from loadtest.record import INTERRUPTED, NO_IDS, SKIPPED, Record, RunResult
 
 AHEAD_S = 0.1  # a connection is made so long before a conversation is due
-YOUNG_ONLY = (50_000, 1000, 1000)  # objects until the young ones are walked over: 2 or 3 ms
+YOUNG_ONLY = (2_000, 500, 1000)  # objects until the young ones are walked over: 0.1 ms
 Numbered = tuple[int, Conversation]
 Prompt = Text | Messages
 

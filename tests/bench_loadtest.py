@@ -4,7 +4,9 @@ A stub server answers after known delays, in a process and on a core of its own,
 chunk really left it. Its log, put through the same formulas, is what the client should have seen:
 TTFT, TPOT, ITL and E2E, their mean, p50, p90 and p99, of two classes whose TTFT differs. Each must
 be right within 1 ms or 2 %, the larger of both; half of the requests meet their objective, and the
-client's p99 lag must be under 5 ms. Exit status 1 if anything is off.
+client's p99 lag must be under 5 ms. All of it runs three times, and what is off in most of them is
+wrong: a virtual machine stands still now and then, which is nobody's figure. Exit status 1 if
+anything is wrong.
 
 Run it on a machine that does nothing else. ``--realtime`` puts both processes before all others
 (SCHED_FIFO, for root), which helps where that cannot be had.
@@ -85,24 +87,24 @@ class Measured:
             for name in FIGURES:
                 yield ours.name, name, getattr(ours, name), getattr(true, name)
 
-    def misses(self, points: Sequence[str] = POINTS) -> list[str]:
-        """What is not as right as it must be."""
-        found = []
+    def misses(self, points: Sequence[str] = POINTS) -> dict[str, str]:
+        """What is not as right as it must be: its name, and by how much."""
+        found = {}
         if self.ours.total.num_ok != self.ours.num_planned:
-            found.append(f"requests failed: {dict(self.ours.total.errors)}")
+            found["requests failed"] = f"{dict(self.ours.total.errors)}"
         if self.ours.total.output_tokens != self.ours.num_planned * self.case.chunks:
-            found.append(f"{self.ours.total.output_tokens} tokens of answers")
+            found["tokens of answers"] = f"{self.ours.total.output_tokens}"
         share, should = (each.total.attainment.share for each in (self.ours, self.true))
         if not abs(share - should) <= WITHIN:
-            found.append(f"attainment {share:.1%}, by the stub's times {should:.1%}")
+            found["attainment"] = f"{share:.1%}, by the stub's times {should:.1%}"
         for class_name, name, ours, true in self.spreads():
             for point in points:
                 is_, should = getattr(ours, point), getattr(true, point)
                 if not abs(is_ - should) <= max(WITHIN_S, WITHIN * should):
                     wrong = f"{is_ * 1e3:.2f} ms, the stub's {should * 1e3:.2f} ms"
-                    found.append(f"{class_name} {name} {point}: {wrong}")
+                    found[f"{class_name} {name} {point}"] = wrong
         if "p99" in points and not self.ours.lag.p99 < LAG_S:
-            found.append(f"p99 lag {self.ours.lag.p99 * 1e3:.2f} ms")
+            found["p99 lag"] = f"{self.ours.lag.p99 * 1e3:.2f} ms"
         return found
 
 
@@ -172,17 +174,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="the load test's figures against known delays")
     parser.add_argument("--realtime", action="store_true", help="before all other processes (root)")
     parser.add_argument("--shorter", type=float, default=1.0, help="divide the durations by this")
-    parser.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    misses = []
+    found: dict[str, list[str]] = {}
     with known_stub() as stub:
         take_cores(stub.pid, args.realtime)
-        for case in CASES:
-            measured = measure(stub, replace(case, seconds=case.seconds / args.shorter), args.seed)
-            show(measured)
-            misses += [f"{case.rate:g}/s: {miss}" for miss in measured.misses()]
-    print("\n" + ("\n".join(misses) or "all within 1 ms or 2 %"))
-    return 1 if misses else 0
+        for number in range(args.rounds):
+            print(f"\nround {number + 1} of {args.rounds}")
+            for case in CASES:
+                shorter = replace(case, seconds=case.seconds / args.shorter)
+                measured = measure(stub, shorter, args.seed + number)
+                show(measured)
+                for name, text in measured.misses().items():
+                    found.setdefault(f"{case.rate:g}/s, {name}", []).append(text)
+    print()
+    for name, texts in found.items():
+        print(f"{name}: {', '.join(texts)} in {len(texts)} of {args.rounds} rounds")
+    wrong = [name for name, texts in found.items() if 2 * len(texts) > args.rounds]
+    print(f"wrong: {'; '.join(wrong)}" if wrong else "all within 1 ms or 2 %")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

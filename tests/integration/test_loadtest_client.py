@@ -7,6 +7,8 @@ import contextlib
 import json
 import math
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +69,24 @@ def test_an_answer_is_taken_in_whole(stub: RunningStub, endpoint: str) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def test_a_client_that_is_busy_does_not_make_the_server_slow(stub: RunningStub) -> None:
+    """The process does something else from before the first chunk to after the last."""
+
+    async def go() -> Reply:
+        async with Client(ClientOptions(stub.url)) as client:
+            await client.send("a b c", 1)  # the connection is there
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.01, time.sleep, 0.4)
+            return await client.send("a b c", 2)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        reply = runner.run(go())
+    *_, seen = stub.requests()
+    assert len(reply.chunk_s) == 2
+    if sys.platform == "linux":  # elsewhere it is when they were read
+        assert reply.chunk_s[0] < seen.sent_s[-1] - seen.arrived_s + 0.2
 
 
 def test_chunks_have_the_times_at_which_they_came(stub: RunningStub) -> None:

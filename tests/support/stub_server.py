@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.event_loop import new_event_loop
+from loadtest.event_loop import new_event_loop, when_idle
+from loadtest.receipt import Receipt
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_ID = 100  # of the answers' token ids
@@ -81,7 +82,7 @@ class Seen:
     sent_s: list[float] = field(default_factory=list)  # of each chunk with choices
 
 
-class Stub(asyncio.Protocol):
+class Stub(asyncio.BufferedProtocol):
     """One connection: parses requests and answers one at a time."""
 
     def __init__(self, server: Server) -> None:
@@ -93,16 +94,22 @@ class Stub(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self._receipt = Receipt(transport.get_extra_info("socket").fileno())
         self.server.num_connections += 1
         self.number = self.server.num_connections
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._receipt.close()
         if self._timer:
             self._timer.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        self._next_request()
+    def get_buffer(self, sizehint: int) -> bytearray:
+        self._arrived_s = self._receipt.next()
+        return self.server.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._buffer += memoryview(self.server.buffer)[:nbytes]
+        when_idle(self._next_request)  # what is due goes first
 
     def _next_request(self) -> None:
         if self._busy:
@@ -177,10 +184,12 @@ class Stub(asyncio.Protocol):
         self._done()
 
     def _generate(self, endpoint: str, body: bytes) -> None:
-        now = time.monotonic()
+        now = self._arrived_s
         try:
             fields = json.loads(body)
-            answer = dataclasses.replace(self.server.answer, **fields.pop("stub", {}))
+            answer = self.server.answer
+            if changes := fields.pop("stub", None):
+                answer = dataclasses.replace(answer, **changes)
             prompt = fields.pop("messages" if endpoint == "chat" else "prompt")
         except (ValueError, TypeError, KeyError) as error:
             self._json(400, _error(400, f"bad request: {error!r}"))
@@ -363,6 +372,7 @@ class Server:
     keeps_log: bool = True
     log: list[Seen] = field(default_factory=list)
     num_connections: int = 0
+    buffer: bytearray = field(default_factory=lambda: bytearray(1 << 18))  # of all connections
 
 
 async def _serve(server: Server, host: str, port: int) -> None:
@@ -392,7 +402,7 @@ def main(argv: list[str] | None = None) -> None:
     args = vars(parser.parse_args(argv))
     answer = Answer(**{each.name: args[each.name] for each in dataclasses.fields(Answer)})
     server = Server(answer, args["model"], not args["no_log"])
-    gc.freeze()
+    gc.disable()
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=new_event_loop) as it:
         it.run(_serve(server, args["host"], args["port"]))
 
