@@ -10,8 +10,8 @@ Figures follow from what is noted here, so this is where they are made equal to 
   half of a character) counts, and so does a last chunk that only gives the ``finish_reason``:
   the end of the latency. An event that carries usage alone (no choices) is no chunk, nor is
   ``[DONE]``;
-* chunks that are read together have the same time, that of the first; several tokens in one chunk are one chunk, for
-  ITL too, while TPOT divides by tokens as the server's usage counts them.
+* chunks that are read together have the same time, that of the first; several tokens in one chunk
+  are one chunk, for ITL too, while TPOT divides by tokens as the server's usage counts them.
 
 Different on purpose, where vLLM's client has no figure or would hide an error: the time of a chunk
 is when its bytes reached this machine (see ``loadtest.receipt``), not when they were read; usage is

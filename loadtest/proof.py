@@ -76,9 +76,9 @@ class Size:
 
 FULL = Size(
     parts=(
-        Part("bursts", 30, 0.4, 40, (0.15, 0.3, 0.5, 0.75)),
-        Part("chat", 12, 0.6, 20, (0.5, 0.9)),
-        Part("summarise", 12, 0.6, 20, (0.5, 0.9)),
+        Part("bursts", 30, 0.4, 40, (0.15, 0.3, 0.5, 0.75), rounds=2),
+        Part("chat", 10, 0.6, 20, (0.5, 0.9)),
+        Part("summarise", 10, 0.6, 20, (0.5, 0.9)),
     ),
     budgets=(32, 64, 128, 256, 512),
     workers=(1, 2),
