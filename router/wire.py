@@ -385,6 +385,11 @@ class Load:
     owed_blocks: int = 0  # of the free and cached ones: those that who is here will come to need
     agent_rebuilds: int = 0  # of the KV transport, to settle reads that did not end
     faults: Mapping[str, int] = field(default_factory=dict)  # injected into transfers, by kind
+    flops: float = 0.0  # of all steps, counted from their plans
+    bytes: float = 0.0  # that these had to move between memory and processor
+    busy_s: float = 0.0  # seconds within steps
+    peak_flops: float = 0.0  # per second: what this machine can do, measured at start; 0: unknown
+    peak_bytes: float = 0.0  # per second, the same
 
 
 Message = (
