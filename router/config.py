@@ -59,3 +59,5 @@ class RouterSettings:
     served_model: str  # the name that clients use
     router_id: str
     secret: bytes = field(repr=False)  # of the deployment; the workers have the same
+    tracing_endpoint: str = ""  # see router.tracing
+    tracing_ratio: float = 1.0

@@ -144,6 +144,7 @@ class Reserve:
     ids: bytes
     salt: bytes = b""
     deadline_ms: int = 0  # time left for the whole request, 0: none
+    trace: str = ""  # W3C traceparent of the request's span; "" when it is not traced
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Prefill:
     export: bool = True
     deadline_ms: int = 0
     early: bool = False  # send a TicketPart whenever a chunk has sealed blocks
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class Decode:
     ticket: bytes = b""
     salt: bytes = b""
     deadline_ms: int = 0
+    trace: str = ""
 
 
 @dataclass(frozen=True)

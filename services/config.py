@@ -18,6 +18,7 @@ import yaml
 from kvtransfer.faults import parse_faults
 from kvtransfer.layout import DTYPE_BYTES
 from router.config import RouterConfig
+from router.tracing import traces_url
 from services.engine.config import EngineConfig
 from services.fetch import DEFAULT_MODEL
 
@@ -61,6 +62,8 @@ class AppConfig:
     port: int = 8000
     routers: int = 1  # router processes behind the ingress
     secret_file: str = ""  # shared by routers and workers, 16 bytes or more; empty: random
+    tracing_endpoint: str = ""  # OTLP/HTTP receiver of traces, http://HOST:4318; empty: no tracing
+    tracing_ratio: float = 1.0  # share of traced requests, of those whose client does not say
     router: RouterConfig = field(default_factory=RouterConfig)
     prefill: WorkerConfig = field(default_factory=lambda: WorkerConfig(replicas=1))
     decode: WorkerConfig = field(default_factory=lambda: WorkerConfig(replicas=1))
@@ -98,6 +101,8 @@ LIMITS = {
     "routers": Limit(1, 64),
     "lease_s": Limit(1, 3600),
     "pull_stall_s": Limit(0.1, 3600),
+    "tracing_endpoint": Limit(syntax=traces_url),
+    "tracing_ratio": Limit(0, 1),
     "pull_faults": Limit(syntax=parse_faults),
     "link_faults": Limit(syntax=parse_faults),
     "stall_s": Limit(1, 3600),

@@ -31,6 +31,7 @@ class WorkerSettings:
     stall_s: float = 20.0
     local_prefill: bool = False
     pull_faults: str = ""
+    tracing_endpoint: str = ""
 
 
 def worker_settings(
@@ -56,6 +57,7 @@ def worker_settings(
         stall_s=pool.stall_s,
         local_prefill=pool.local_prefill,
         pull_faults=pool.pull_faults,
+        tracing_endpoint=config.tracing_endpoint,
     )
 
 
@@ -67,4 +69,6 @@ def router_settings(config: AppConfig, folder: Path, secret: bytes) -> RouterSet
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",
         secret=secret,
+        tracing_endpoint=config.tracing_endpoint,
+        tracing_ratio=config.tracing_ratio,
     )
