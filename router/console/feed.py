@@ -1,0 +1,167 @@
+"""Events for whoever has the console open: made while somebody listens, and only then (asyncio).
+
+The state of the router twice a second, requests as they end. All listeners get the same bytes; each
+has a queue of its own with an end: one who reads too slowly loses the oldest events and is told how
+many, and nobody waits for him. Nothing here is called for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from router.errors import Unavailable
+from router.events import Recent, Timeline
+
+TICK_S = 0.5
+MAX_LISTENERS = 32
+MAX_WAITING = 256  # events of one listener
+MAX_ENDED = 128  # requests in one event; of more, the newest
+MAX_LIVE = 64  # the same for those that run
+
+log = logging.getLogger(__name__)
+
+Picture = Callable[[], dict[str, Any]]
+
+
+class Listener:
+    """One open console."""
+
+    def __init__(self) -> None:
+        self._events: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._lost = 0
+        self._closed = False
+
+    def put(self, event: bytes) -> None:
+        """Never waits; the oldest event makes room."""
+        if len(self._events) >= MAX_WAITING:
+            self._events.popleft()
+            self._lost += 1
+        self._events.append(event)
+        self._news.set()
+
+    def close(self) -> None:
+        """No more events; those that wait are still read."""
+        self._closed = True
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """The next event; None when there will be no more."""
+        while not self._events:
+            if self._closed:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            return encode("lost", {"events": lost})
+        return self._events.popleft()
+
+
+class Feed:
+    """Tells all listeners what is going on.
+
+    ``picture`` is what the page shows of router and workers, ``live`` the requests that run now.
+    """
+
+    def __init__(
+        self,
+        picture: Picture,
+        live: Callable[[], Iterable[Timeline]],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.recent = Recent()
+        self._picture = picture
+        self._live = live
+        self._now = now
+        self._listeners: set[Listener] = set()
+        self._ended: deque[Timeline] = deque(maxlen=MAX_ENDED)  # since the last tick
+        self._ticking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def ended(self, timeline: Timeline) -> None:
+        """A request has ended."""
+        self.recent.add(timeline)
+        if self._listeners:
+            self._ended.append(timeline)
+
+    def listen(self) -> Listener:
+        """A new listener, to be left again by :meth:`leave`. Raises Unavailable."""
+        if self._closed:
+            raise Unavailable("this router stops")
+        if len(self._listeners) >= MAX_LISTENERS:
+            raise Unavailable(f"{MAX_LISTENERS} consoles are open already")
+        listener = Listener()
+        listener.put(self._hello())
+        self._listeners.add(listener)
+        if self._ticking is None or self._ticking.done():
+            self._ended.clear()
+            self._ticking = asyncio.create_task(self._tick(), name="console")
+        return listener
+
+    def leave(self, listener: Listener) -> None:
+        """The last one who leaves ends the events."""
+        self._listeners.discard(listener)
+        if not self._listeners and self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
+    def close(self) -> None:
+        """End all listeners, so that a server that stops need not wait for them."""
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+
+    # --- what is said ----------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                event = self._state()
+                for listener in self._listeners:
+                    listener.put(event)
+            except Exception:  # a console that stands still must not be one that never goes on
+                log.exception("the console's events cannot be made")
+            await asyncio.sleep(TICK_S)
+
+    def _hello(self) -> bytes:
+        now, live = self._now(), self._running()
+        return encode(
+            "hello",
+            {
+                "t": now,
+                "history": self.recent.history(now, live),
+                "ended": [timeline.row() for timeline in self.recent.timelines],
+            },
+        )
+
+    def _state(self) -> bytes:
+        now, live = self._now(), self._running()
+        ended = [timeline.row() for timeline in self._ended]
+        self._ended.clear()
+        return encode(
+            "state",
+            {
+                "t": now,
+                **self._picture(),
+                "now": self.recent.summary(now, live),
+                "history": self.recent.history(now, live, span_s=10.0),
+                "ended": ended,
+                "live": [timeline.row() for timeline in live],
+            },
+        )
+
+    def _running(self) -> list[Timeline]:
+        return sorted(self._live(), key=lambda timeline: timeline.at)[-MAX_LIVE:]
+
+
+def encode(name: str, data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {text}\n\n".encode()
