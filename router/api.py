@@ -18,6 +18,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -34,9 +35,11 @@ from router.errors import (
     TooLarge,
     as_request_error,
 )
+from router.exposition import Exposed
 from router.job import GenRequest
-from router.keys import RequireKey
+from router.keys import OPEN_PATHS, RequireKey
 from router.openai_api import ChatRequest, CompletionRequest, GenerationFields
+from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
 from router.tokenizer import Detokenizer, TemplateError, Tokenizer
 from router.wire import WorkerCard
@@ -48,14 +51,19 @@ MAX_CONTEXT_UNKNOWN = 8192  # tokens, as long as no worker is there to say its o
 
 
 def create_api(
-    settings: RouterSettings, discover: Discover, tokenizer: Tokenizer | None = None
+    settings: RouterSettings,
+    discover: Discover,
+    tokenizer: Tokenizer | None = None,
+    targets: Targets = no_targets,
 ) -> FastAPI:
     """The application of one router; its lifespan starts and stops everything.
 
     ``discover`` returns the cards of all registered workers and is asked twice a second. The
-    tokenizer is loaded from the model's folder unless one is given.
+    tokenizer is loaded from the model's folder unless one is given. ``targets``: the metrics ports
+    of all workers and routers.
     """
     front = Front(settings, discover, tokenizer)
+    scraping = Scraping(front.collector, targets, settings.config.metrics_public)
     # No docs pages: they would load scripts from elsewhere, and the handlers parse for themselves.
     app = FastAPI(title="Baton", version=version(), lifespan=front.lifespan, openapi_url=None)
     app.state.front = front
@@ -70,6 +78,8 @@ def create_api(
         ("GET", "/ready", front.ready),
         ("GET", "/version", front.show_version),
         ("GET", "/internal/state", front.state),
+        ("GET", "/internal/prometheus/targets", scraping.prometheus_targets),
+        ("GET", "/metrics", scraping.metrics),
     ]
     for method, path, handler in routes:
         methods = [method, "HEAD"] if path in ("/health", "/ready") else [method]
@@ -77,7 +87,9 @@ def create_api(
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
-    app.add_middleware(RequireKey, keys=settings.config.api_keys)
+    app.add_middleware(
+        RequireKey, keys=settings.config.api_keys, open_paths=OPEN_PATHS | {"/metrics"}
+    )
     return app
 
 
@@ -89,6 +101,8 @@ class Front:
     ) -> None:
         self.config = settings.config
         self.dispatcher = Dispatcher(settings, discover)
+        self.collector: Exposed = CollectorRegistry()
+        self.target: Target | None = None  # its metrics port, while it is open
         self._settings = settings
         self._loaded = tokenizer
         self._created = int(time.time())
@@ -99,11 +113,13 @@ class Front:
         if self._loaded is None:
             folder = Path(self._settings.model_dir)
             self._loaded = await asyncio.to_thread(Tokenizer.load, folder)
-        await self.dispatcher.start()
-        try:
-            yield
-        finally:
-            await self.dispatcher.close()
+        async with exposed_router(self.collector, self._settings) as self.target:
+            await self.dispatcher.start()
+            try:
+                yield
+            finally:
+                await self.dispatcher.close()
+                self.target = None
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -29,6 +29,7 @@ class RouterConfig:
     max_prompts: int = 64  # prompts in one completion request
     max_stop_strings: int = 16  # stop strings of one request
     max_stop_chars: int = 512  # characters of one stop string
+    metrics_public: bool = True  # GET /metrics on the API's port as well, without a key
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
 
     def __post_init__(self) -> None:
@@ -59,5 +60,8 @@ class RouterSettings:
     served_model: str  # the name that clients use
     router_id: str
     secret: bytes = field(repr=False)  # of the deployment; the workers have the same
+    metrics_host: str = "127.0.0.1"  # where its metrics port listens
+    metrics_port: int = 0  # it, or the first free one after it; 0: any free one
+    metrics_compat: str = ""  # whose names series have besides: "vllm"
     tracing_endpoint: str = ""  # see router.tracing
     tracing_ratio: float = 1.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from hashlib import sha256
 
 from router.errors import Unauthorized
 from router.sse import Message, Receive, Send, send_error
 
-OPEN_PATHS = ("/health", "/ready")  # need no API key
+OPEN_PATHS = frozenset(("/health", "/ready"))  # need no API key
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
@@ -17,13 +17,14 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 class RequireKey:
     """Lets a request pass that carries one of the keys; with no keys configured, all pass."""
 
-    def __init__(self, app: App, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: App, keys: tuple[str, ...], open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """As ASGI middleware."""
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = given.partition(b" ")
             digest = sha256(key.strip()).digest()

@@ -74,7 +74,8 @@ class Router:
         # ``workers`` are Serve handles; they make the pools part of the application, no more.
         _log_to_stderr()
         folder = fetch(spec.config.model, report=log.info, weights=False)
-        self._settings = router_settings(spec.config, folder, spec.secret)
+        host = "127.0.0.1" if spec.one_host else _node_ip()
+        self._settings = router_settings(spec.config, folder, spec.secret, host)
         self._registry = RegistryClient(spec.registry)
         self._stop: asyncio.Task[None] | None = None
 
@@ -82,7 +83,8 @@ class Router:
         """Called by Serve on the replica, after the constructor."""
         from router.api import create_api
 
-        self._api = create_api(self._settings, self._discover)
+        targets = self._registry.targets
+        self._api = create_api(self._settings, self._discover, targets=targets)
         start_and_stop = self._api.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -90,6 +92,7 @@ class Router:
             async with start_and_stop(api) as state:
                 await self._prove_a_pair()
                 yield state
+            await self._registry.leave(self._settings.router_id)
 
         self._api.router.lifespan_context = lifespan
         return self._api
@@ -102,7 +105,7 @@ class Router:
         await _until(lambda: dispatcher.ready, PROVE_S)
 
     async def _discover(self) -> list[wire.WorkerCard]:
-        cards = await self._registry.discover()
+        cards = await self._registry.discover(router=self._api.state.front.target)
         if self._registry.stops_in_s is not None and self._stop is None:
             self._stop = asyncio.create_task(self._end(self._registry.stops_in_s))
         return cards

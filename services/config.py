@@ -62,6 +62,8 @@ class AppConfig:
     port: int = 8000
     routers: int = 1  # router processes behind the ingress
     secret_file: str = ""  # shared by routers and workers, 16 bytes or more; empty: random
+    metrics_port: int = 0  # each process takes the first free port from here on; 0: any free one
+    metrics_compat: str = ""  # give series the names of another server as well: vllm
     tracing_endpoint: str = ""  # OTLP/HTTP receiver of traces, http://HOST:4318; empty: no tracing
     tracing_ratio: float = 1.0  # share of traced requests, of those whose client does not say
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -94,8 +96,17 @@ class Limit:
     syntax: Callable[[str], object] | None = None  # raises ValueError for a text that is none
 
 
+def compat_names(text: str) -> str:
+    """Check a ``metrics_compat``."""
+    if text not in ("", "vllm"):
+        raise ValueError("it can be vllm, or empty for our own names only")
+    return text
+
+
 LIMITS = {
     "port": Limit(1, 65535),
+    "metrics_port": Limit(0, 65535),
+    "metrics_compat": Limit(syntax=compat_names),
     "replicas": Limit(0, 512),
     "transport": Limit(choices=TRANSPORTS),
     "routers": Limit(1, 64),

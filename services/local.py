@@ -8,11 +8,12 @@ missing.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.layout import KVLayout
 from router.config import RouterSettings
+from router.scraping import Target, worker_targets
 from router.wire import WorkerCard
 from services.config import AppConfig
 from services.fetch import fetch, pinned
@@ -32,17 +33,25 @@ class LocalGraph:
     config: AppConfig  # resolved
     workers: list[Worker]
     settings: RouterSettings
+    fronts: list[Any] = field(default_factory=list)  # of the applications that were made
 
     async def discover(self) -> list[WorkerCard]:
         """What the registry answers elsewhere."""
         here = [worker for worker in self.workers if worker.load().state != "left"]
         return [worker.card for worker in here if worker.card is not None]
 
+    async def targets(self) -> list[Target]:
+        """Every metrics port: one for each worker and each router, all in this process."""
+        routers = [front.target for front in self.fronts if front.target is not None]
+        return worker_targets(await self.discover()) + routers
+
     def api(self) -> Any:
         """A new ASGI application over these workers; its lifespan starts and stops the router."""
         from router.api import create_api
 
-        return create_api(self.settings, self.discover)
+        api = create_api(self.settings, self.discover, targets=self.targets)
+        self.fronts.append(api.state.front)
+        return api
 
 
 @asynccontextmanager

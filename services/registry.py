@@ -4,7 +4,8 @@
 
     worker ──heartbeat(card, load) each second──► Registry ◄──wait(version) long poll── router
 
-The registry owns nothing: an entry is a worker's last heartbeat, gone when none came for a while,
+A router says with each poll where its own metrics are, so that any router can name all of them. The
+registry owns nothing: an entry is a worker's last heartbeat, gone when none came for a while,
 and what a restart of the actor loses, the next heartbeats bring back. Cards and loads travel as
 ``router.wire`` frames, so nothing of ours is pickled; what they say is not looked at here, except
 for the id. The first who asks creates the actor.
@@ -17,12 +18,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from router import wire
+from router.scraping import Target, worker_targets
 
 NAMESPACE = "baton"
 EXPIRE_S = 5.0  # without a heartbeat
@@ -38,6 +41,7 @@ class Table:
         self._clock = clock
         self._expire_s = expire_s
         self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # card, load, when
+        self._routers: dict[str, tuple[dict[str, Any], float]] = {}  # fields of a Target, when
         # Starts anywhere: a reader that still has a version of before a restart must not match.
         self.version = int.from_bytes(os.urandom(6))
 
@@ -47,13 +51,21 @@ class Table:
         self._entries[worker_id] = (card, load, self._clock())
         return self._changed(old is None or old[0] != card)
 
-    def leave(self, worker_id: str) -> bool:
-        """A worker has ended; True if it was here."""
-        return self._changed(self._entries.pop(worker_id, None) is not None)
+    def present(self, target: dict[str, Any]) -> None:
+        """Keep what a router says of itself; no news for anybody."""
+        self._routers[target["replica"]] = (target, self._clock())
+
+    def leave(self, name: str) -> bool:
+        """A worker or router has ended; True if a worker did."""
+        self._routers.pop(name, None)
+        return self._changed(self._entries.pop(name, None) is not None)
 
     def expire(self) -> bool:
-        """Drop entries without a recent heartbeat; True if there were any."""
+        """Drop who has not been heard of lately; True if there were workers among them."""
         oldest = self._clock() - self._expire_s
+        self._routers = {
+            name: (target, when) for name, (target, when) in self._routers.items() if when >= oldest
+        }
         expired = [name for name, (_, _, when) in self._entries.items() if when < oldest]
         for name in expired:
             del self._entries[name]
@@ -62,6 +74,10 @@ class Table:
     def reports(self) -> list[tuple[bytes, bytes]]:
         """(card, load) of each worker, as they came."""
         return [(card, load) for card, load, _ in self._entries.values()]
+
+    def routers(self) -> list[dict[str, Any]]:
+        """What each router says of itself."""
+        return [target for target, _ in self._routers.values()]
 
     def _changed(self, changed: bool) -> bool:
         self.version += changed
@@ -81,9 +97,9 @@ class RegistryActor:
         """A worker lives; ``card`` is a Welcome frame and ``load`` a Load frame."""
         self._tell(self._table.heartbeat(_card(card).worker_id, card, load))
 
-    async def leave(self, worker_id: str) -> None:
-        """A worker says that it ends."""
-        self._tell(self._table.leave(worker_id))
+    async def leave(self, name: str) -> None:
+        """A worker or router says that it ends."""
+        self._tell(self._table.leave(name))
 
     async def stop(self, in_s: float) -> None:
         """The deployment ends, and routers are to end their requests in so many seconds."""
@@ -100,10 +116,20 @@ class RegistryActor:
         self._tell(self._table.expire())
         return self._table.reports()
 
-    async def wait(self, version: int, timeout_s: float) -> tuple[int, list[bytes], float | None]:
+    async def targets(self) -> tuple[list[bytes], list[dict[str, Any]]]:
+        """Cards of the workers that are here, and what the routers say of themselves."""
+        return await self.cards(), self._table.routers()
+
+    async def wait(
+        self, version: int, timeout_s: float, router: dict[str, Any] | None = None
+    ) -> tuple[int, list[bytes], float | None]:
         """The cards, their version and the seconds until all stops (None: it does not), as soon as
         the version is another one than ``version``, or after ``timeout_s``.
+
+        ``router``: the fields of the asking router's Target.
         """
+        if router is not None:
+            self._table.present(router)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._expire() and self._table.version == version:
@@ -171,17 +197,23 @@ class RegistryClient:
         frames = wire.encode(wire.Welcome(card)), wire.encode(load)
         return await self._try("heartbeat", *frames) is not None
 
-    async def leave(self, worker_id: str) -> bool:
-        """Say that a worker ends."""
-        return await self._try("leave", worker_id) is not None
+    async def leave(self, name: str) -> bool:
+        """Say that a worker or router ends."""
+        return await self._try("leave", name) is not None
 
     async def stop(self, in_s: float) -> bool:
         """Tell all routers that the deployment ends."""
         return await self._try("stop", in_s) is not None
 
-    async def discover(self, patience_s: float = HEARTBEAT_S) -> list[wire.WorkerCard]:
-        """The workers that are here: at once at first, then on a change or after ``patience_s``."""
-        answer = await self._try("wait", self._version, patience_s)
+    async def discover(
+        self, patience_s: float = HEARTBEAT_S, router: Target | None = None
+    ) -> list[wire.WorkerCard]:
+        """The workers that are here: at once at first, then on a change or after ``patience_s``.
+
+        ``router``: the one that asks, where it wants to be found.
+        """
+        who = None if router is None else asdict(router)
+        answer = await self._try("wait", self._version, patience_s, who)
         if answer is None:
             return []
         self._version, frames, self.stops_in_s = answer[0]
@@ -191,6 +223,14 @@ class RegistryClient:
         """Card and last load of each worker that is here."""
         answer = await self._try("reports")
         return [(_card(card), _load(load)) for card, load in answer[0]] if answer else []
+
+    async def targets(self) -> list[Target] | None:
+        """The metrics ports of all workers and routers; None if the registry does not answer."""
+        answer = await self._try("targets")
+        if answer is None:
+            return None
+        cards, routers = answer[0]
+        return worker_targets(map(_card, cards)) + [Target(**fields) for fields in routers]
 
     async def _try(self, method: str, *args: object) -> tuple[Any] | None:
         """The answer in a tuple, or None if the registry is restarting or out of reach."""

@@ -31,6 +31,8 @@ class WorkerSettings:
     stall_s: float = 20.0
     local_prefill: bool = False
     pull_faults: str = ""
+    metrics_port: int = 0  # it, or the first free one after it; 0: any free one
+    metrics_compat: str = ""  # whose names series have besides
     tracing_endpoint: str = ""
 
 
@@ -57,18 +59,25 @@ def worker_settings(
         stall_s=pool.stall_s,
         local_prefill=pool.local_prefill,
         pull_faults=pool.pull_faults,
+        metrics_port=config.metrics_port,
+        metrics_compat=config.metrics_compat,
         tracing_endpoint=config.tracing_endpoint,
     )
 
 
-def router_settings(config: AppConfig, folder: Path, secret: bytes) -> RouterSettings:
-    """Settings of a new router; ``config`` is resolved, the model is in ``folder``."""
+def router_settings(
+    config: AppConfig, folder: Path, secret: bytes, host: str = "127.0.0.1"
+) -> RouterSettings:
+    """Settings of a new router on ``host``; ``config`` is resolved, the model is in ``folder``."""
     return RouterSettings(
         config=config.router,
         model_dir=str(folder),
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",
         secret=secret,
+        metrics_host=host,
+        metrics_port=config.metrics_port,
+        metrics_compat=config.metrics_compat,
         tracing_endpoint=config.tracing_endpoint,
         tracing_ratio=config.tracing_ratio,
     )

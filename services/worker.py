@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from kvtransfer.exporter import Exporter
 from kvtransfer.faults import Faults, parse_faults
@@ -30,6 +31,7 @@ from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Transport
 from kvtransfer.transports import open_transport
 from router import wire
+from router.exposition import Exposed, Exposition
 from router.link import Link, WorkerServer, serve_worker
 from services.budget import with_budgets
 from services.decode import DecodeService
@@ -83,6 +85,7 @@ class Worker:
         self.epoch = secrets.randbits(64) or 1
         self.card: wire.WorkerCard | None = None
         self.on_load: Callable[[wire.Load], None] = lambda load: None
+        self.collector: Exposed = CollectorRegistry()
         self._load: wire.Load | None = None
         self._routers: dict[Link, _Router] = {}
         self._heartbeat: asyncio.Task[None] | None = None
@@ -111,6 +114,8 @@ class Worker:
             self._on_close,
             self._progress,
         )
+        port = settings.metrics_port
+        self._exposition = await asyncio.to_thread(Exposition, self.collector, settings.host, port)
         self.card = wire.WorkerCard(
             worker_id=settings.worker_id,
             epoch=self.epoch,
@@ -128,6 +133,7 @@ class Worker:
             token_budget=config.token_budget,
             weights_bytes=self._weights_bytes,
             local_prefill=settings.local_prefill and settings.role == "decode",
+            metrics_port=self._exposition.port,
         )
         self._loop.start()
         self._heartbeat = asyncio.create_task(self._beat())
@@ -272,6 +278,7 @@ class Worker:
         await self._server.close()
         await asyncio.to_thread(self._loop.stop, **timeout_s)
         await asyncio.to_thread(self._puller.close, **timeout_s)
+        await asyncio.to_thread(self._exposition.close)
 
     @property
     def failure(self) -> str:
