@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -42,6 +41,7 @@ from router.openai_api import ChatRequest, CompletionRequest, GenerationFields
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
 from router.tokenizer import Detokenizer, TemplateError, Tokenizer
+from router.version import version
 from router.wire import WorkerCard
 
 Discover = Callable[[], Awaitable[Iterable[WorkerCard]]]
@@ -404,11 +404,3 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
 
 async def _on_exception(http: Request, error: Exception) -> Response:
     return error_response(as_request_error(error))
-
-
-def version() -> str:
-    """Of the installed distribution; from a checkout that is not installed, "unknown"."""
-    try:
-        return importlib.metadata.version("baton-serving")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

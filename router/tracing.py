@@ -82,9 +82,7 @@ def tracing_installed() -> bool:
         return False
 
 
-def open_tracing(
-    endpoint: str, role: str, instance: str, version: str, ratio: float = 1.0
-) -> Tracing | None:
+def open_tracing(endpoint: str, role: str, instance: str, ratio: float = 1.0) -> Tracing | None:
     """Where the spans of one process go; None for nowhere. To be closed at the end.
 
     ``ratio``: the share of requests whose trace begins here that are recorded. Whoever starts a
@@ -98,4 +96,4 @@ def open_tracing(
         return None
     from router.otlp import export_to
 
-    return export_to(traces_url(endpoint), role, instance, version, ratio)
+    return export_to(traces_url(endpoint), role, instance, ratio)

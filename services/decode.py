@@ -37,6 +37,7 @@ from services.engine.scheduler import ERROR, NOT_FINITE, Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
 from services.pulls import Intake, Pulls, PullStats, pull_key, split_pull_key
+from services.tracing import NOT_TRACED, RequestSpans, WorkerTracing
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class _Open:
     deadline: float
     reserved: _Reserved | None = None
     pulling: _Pulling | None = None
+    spans: RequestSpans | None = None  # when it is traced
 
     @property
     def stage(self) -> Stage:
@@ -92,8 +94,10 @@ class DecodeService:
         outbox: Outbox,
         fingerprint: bytes,
         secret: bytes,
+        tracing: WorkerTracing = NOT_TRACED,
     ) -> None:
         self.stats = PullStats()
+        self._tracing = tracing
         self._engine = engine
         self._pulls = pulls
         self._outbox = outbox
@@ -132,7 +136,8 @@ class DecodeService:
             self._outbox.put(link, wire.Refused(*key, reason=reason, retry=True))
             return
         intake = Intake(len(reservation.blocks), reservation.num_cached)
-        self._open[key] = _Open(link, deadline, _Reserved(reservation, message.ids, intake))
+        reserved = _Reserved(reservation, message.ids, intake)
+        self._open[key] = _Open(link, deadline, reserved, spans=self._tracing.follow(message))
         cached = reservation.num_cached * self._engine.config.block_size
         self._outbox.put(link, wire.Reserved(*key, cached_tokens=cached))
 
@@ -166,7 +171,7 @@ class DecodeService:
         params = sampling_params(message.sampling)
         ids = unpack_ids(message.ids)
         self._engine.add(key, ids, message.num_prompt, params, message.salt)
-        self._open[key] = _Open(link, deadline)
+        self._open[key] = _Open(link, deadline, spans=self._tracing.follow(message))
 
     def knows(self, key: Key) -> Stage | None:
         """The stage of a request that is open here."""
@@ -185,6 +190,8 @@ class DecodeService:
             self._outbox.put(opened.link, wire.UnknownPeer(*key, ticket.worker_id, ticket.epoch))
             return
         opened.pulling = _Pulling(message, ticket, now)
+        if opened.spans is not None:
+            opened.spans.ticket()
         self._go_on(key, opened, now)
 
     def _peer_of(self, ticket: Ticket) -> AgentCard | None:
@@ -237,6 +244,8 @@ class DecodeService:
         blocks = opened.reserved.blocks.blocks
         pairs = [(index - ticket.first_block, blocks[index]) for index in indexes]
         number = opened.reserved.intake.start(indexes)
+        if opened.spans is not None:
+            opened.spans.pull()
         self._pulls.pull(pull_key(key, number), ticket, peer, pairs, opened.deadline)
         return number
 
@@ -294,6 +303,8 @@ class DecodeService:
         params = sampling_params(message.sampling)
         self._engine.admit(key, unpack_ids(message.ids), message.num_prompt, params)
         opened.reserved = opened.pulling = None
+        if opened.spans is not None:
+            opened.spans.admitted(intake)
         pull_ms = (now - pulling.started) * 1000
         pulled = wire.Pulled(*key, intake.num_blocks, intake.num_bytes, pull_ms)
         self._outbox.put(opened.link, pulled)
@@ -306,16 +317,20 @@ class DecodeService:
         if opened is None:
             return False
         self._outbox.put(opened.link, _message(output))
+        if opened.spans is not None:
+            opened.spans.token(output, now)
         if output.finish:
             del self._open[output.key]
         return True
 
-    def abort(self, key: Key) -> bool:
+    def abort(self, key: Key, why: str = "aborted") -> bool:
         """Drop a request at any stage. False when it is not ours."""
         opened = self._open.pop(key, None)
         if opened is None:
             return False
         intake = opened.reserved.intake if opened.reserved is not None else None
+        if opened.spans is not None:
+            opened.spans.failed(why, intake)
         if intake is None or intake.settled:
             self._engine.abort(key)
             return True
@@ -336,7 +351,7 @@ class DecodeService:
     def _fail(self, key: Key, kind: str, message: str) -> None:
         """End a request with a reason."""
         link = self._open[key].link
-        self.abort(key)
+        self.abort(key, kind)
         self.stats.failed += kind == "pull"
         self._outbox.put(link, wire.Failed(*key, kind=kind, message=message))
 

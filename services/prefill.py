@@ -23,6 +23,7 @@ from services.engine.engine import Engine
 from services.engine.scheduler import ERROR, NOT_FINITE, Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
+from services.tracing import NOT_TRACED, RequestSpans, WorkerTracing
 
 
 @dataclass
@@ -32,13 +33,21 @@ class _Open:
     arrived: float
     deadline: float
     parted: int = 0  # blocks, from the first, that parts have named
+    spans: RequestSpans | None = None  # when it is traced
 
 
 class PrefillService:
     """Answers wire.Prefill, Release and Renew."""
 
-    def __init__(self, engine: Engine, exporter: Exporter, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        exporter: Exporter,
+        outbox: Outbox,
+        tracing: WorkerTracing = NOT_TRACED,
+    ) -> None:
         self.exporter = exporter
+        self._tracing = tracing
         self._engine = engine
         self._outbox = outbox
         self._open: dict[Key, _Open] = {}
@@ -58,7 +67,8 @@ class PrefillService:
         params = sampling_params(message.sampling)
         ids = unpack_ids(message.ids)
         self._engine.add(key, ids, message.num_prompt, params, message.salt, hold=True)
-        self._open[key] = _Open(link, message, now, deadline)
+        spans = self._tracing.follow(message)
+        self._open[key] = _Open(link, message, now, deadline, spans=spans)
 
     def on_output(self, output: Output, now: float) -> bool:
         """The first token is there: export, unless nothing follows. False when it is not ours."""
@@ -66,6 +76,8 @@ class PrefillService:
         if opened is None:
             return False
         request, attempt = output.key
+        if opened.spans is not None:
+            opened.spans.token(output, now)
         if output.finish == ERROR:
             failed = wire.Failed(request, attempt, kind="internal", message=NOT_FINITE)
             self._outbox.put(opened.link, failed)
@@ -129,10 +141,13 @@ class PrefillService:
         if gone:
             self._outbox.put(link, wire.Expired(tuple(gone)))
 
-    def abort(self, key: Key) -> bool:
+    def abort(self, key: Key, why: str = "aborted") -> bool:
         """Drop a request that is not exported yet. False when it is not ours."""
-        if self._open.pop(key, None) is None:
+        opened = self._open.pop(key, None)
+        if opened is None:
             return False
+        if opened.spans is not None:
+            opened.spans.failed(why)
         self._engine.abort(key)
         return True
 

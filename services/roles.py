@@ -95,9 +95,9 @@ class Roles:
         """Abort all that came over the link; exported tickets live to their lease's end."""
         self._links.discard(link)
         for key in self._prefill.of_link(link):
-            self._prefill.abort(key)
+            self._prefill.abort(key, "lost")
         for key in self._decode.of_link(link):
-            self._decode.abort(key)
+            self._decode.abort(key, "lost")
 
     def handle(self, link: Peer, message: wire.Message, now: float) -> None:
         """One message of a router; in a pause of a step unless it :func:`ends_sequences`."""
@@ -143,7 +143,7 @@ class Roles:
                     self._decode.decode(link, message, now, deadline)
         except Exception as error:  # one request's fault stays its own
             log.exception("a %s could not be handled", type(message).__name__)
-            if not (self._prefill.abort(key) or self._decode.abort(key)):
+            if not (self._prefill.abort(key, "internal") or self._decode.abort(key, "internal")):
                 self._engine.abort(key)
             reason = f"{type(message).__name__} failed: {error!r}"
             self._outbox.put(link, wire.Failed(*key, kind="internal", message=reason))
@@ -219,7 +219,7 @@ class Roles:
 
     def _end(self, key: Key, link: Peer, kind: str, reason: str) -> None:
         """Drop a request at any stage and say so; nothing when it is not open."""
-        if self._prefill.abort(key) or self._decode.abort(key):
+        if self._prefill.abort(key, kind) or self._decode.abort(key, kind):
             self._outbox.put(link, wire.Failed(*key, kind=kind, message=reason))
 
     def _check(self, key: Key, link: Peer) -> None:
