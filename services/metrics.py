@@ -1,0 +1,264 @@
+"""What a worker shows to Prometheus.
+
+Durations are tallied in the engine's thread: of a step after its tokens were handed on, of a prompt
+and of a pull when they are over. All else is read when somebody scrapes, from counters that the
+worker keeps anyway and from its latest load report, which is of one moment. No lock is taken, so no
+step waits for a scrape. Knows no sockets: ``router.exposition`` serves the registry.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Arrived
+from router import wire
+from router.buckets import TOKENS, TTFT, Tally
+from services.engine.budget import SchedulerStats
+from services.engine.config import EngineConfig
+from services.engine.meter import StepMeter
+from services.engine.scheduler import Row
+from services.pulls import PullStats
+
+# Upper borders of buckets.
+STEP = (
+    0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+WAIT = (0.0005, 0.001, 0.0025, *TTFT)
+PULL = tuple(0.0001 * 2**n for n in range(20))  # 0.1 ms to 52 s
+BYTES = tuple(4096.0 * 4**n for n in range(12))  # 4 KiB to 16 GiB
+BLOCKS = tuple(border for border in TOKENS if border <= 20_000)
+SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
+_IN_USE = ("active", "leased", "quarantined")  # states of blocks that nobody new can have
+
+Values = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the numbers are that the worker keeps anyway."""
+
+    config: EngineConfig
+    load: Callable[[], wire.Load]  # the latest report
+    steps: SchedulerStats
+    meter: StepMeter
+    pulls: PullStats
+    exporter: Exporter
+    num_pulling: Callable[[], int]  # pulls whose outcome is open
+    rebuild_count: Callable[[], int]  # of the KV transport
+    lag: Tally  # of the event loop
+
+
+class WorkerTallies:
+    """What only the metrics want to know. Added to by the engine's thread."""
+
+    def __init__(self) -> None:
+        self.step_s, self.step_tokens, self.step_seqs = Tally(STEP), Tally(TOKENS), Tally(SEQUENCES)
+        self.queue_s, self.prefill_s = Tally(WAIT), Tally(WAIT)
+        self.pull_s = {phase: Tally(PULL) for phase in ("queue", "wire", "seals", "total")}
+        self.pull_bytes, self.pull_blocks = Tally(BYTES), Tally(BLOCKS)
+
+    def on_step(self, rows: Sequence[Row], seconds: float) -> None:
+        """A step has run."""
+        self.step_s.add(seconds)
+        self.step_tokens.add(sum(len(row.ids) for row in rows))
+        self.step_seqs.add(len(rows))
+
+    def on_prompt(self, queue_s: float, prefill_s: float) -> None:
+        """A prompt that was computed here has its first token. ``queue_s``: from its arrival to its
+        first step; ``prefill_s``: from there to the token.
+        """
+        self.queue_s.add(queue_s)
+        self.prefill_s.add(prefill_s)
+
+    def on_pull(self, pull: Arrived) -> None:
+        """Blocks have arrived, and are verified."""
+        times = pull.times
+        self.pull_s["queue"].add(times.queue_s)
+        self.pull_s["wire"].add(times.wire_s)
+        self.pull_s["seals"].add(times.seals_s)
+        self.pull_s["total"].add(times.queue_s + times.wire_s + times.seals_s)
+        self.pull_bytes.add(pull.num_bytes)
+        self.pull_blocks.add(len(pull.blocks))
+
+
+def registry_of(
+    names: Mapping[str, str], transport: str, tallies: WorkerTallies, sources: Sources
+) -> CollectorRegistry:
+    """The metrics of one worker. ``names``: labels of all its series, model, role and replica."""
+    registry = CollectorRegistry()
+    registry.register(_Reader(names, transport, tallies, sources))
+    return registry
+
+
+class _Reader(Collector):
+    """Makes families of what is there now."""
+
+    def __init__(
+        self,
+        names: Mapping[str, str],
+        transport: str,
+        tallies: WorkerTallies,
+        sources: Sources,
+    ) -> None:
+        self._names = dict(names)
+        self._transport = {"transport": transport}
+        self._tallies = tallies
+        self._sources = sources
+
+    def describe(self) -> list[Metric]:
+        """The same names always."""
+        return list(self.collect())
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._engine()
+        yield from self._blocks()
+        yield from self._transfers()
+        yield from self._pulls()
+        yield from self._roofline()
+        text = "How late the event loop runs what is due"
+        lag = HistogramMetricFamily("baton_event_loop_lag_seconds", text)
+        lag.add_metric((), self._sources.lag.cumulative(), self._sources.lag.total)
+        yield lag
+
+    def _engine(self) -> Iterator[Metric]:
+        load, steps, meter = self._sources.load(), self._sources.steps, self._sources.meter
+        requests = {"running": load.running, "waiting": load.waiting}
+        yield self._gauge("baton_engine_requests", "Sequences of the engine", requests, "state")
+        text = "Tokens of these that are still to be computed"
+        yield self._gauge("baton_engine_waiting_tokens", text, load.waiting_tokens)
+        yield self._counter(
+            "baton_engine_steps_total", "Steps that computed something", steps.steps
+        )
+        tokens = {"prompt": steps.computed_prompt_tokens, "generated": steps.generated_tokens}
+        yield self._counter("baton_engine_tokens_total", "Tokens computed", tokens, "kind")
+        text = "Sequences that lost their blocks to older ones and started over"
+        yield self._counter("baton_preemptions_total", text, steps.preemptions)
+        text = "Seconds within steps"
+        yield self._counter("baton_engine_busy_seconds_total", text, meter.total.seconds)
+        text = "Seconds between steps"
+        yield self._counter("baton_engine_idle_seconds_total", text, meter.idle_s)
+        tallies = self._tallies
+        text = "Length of a step"
+        yield self._histogram("baton_engine_step_seconds", text, tallies.step_s)
+        text = "Tokens computed in a step"
+        yield self._histogram("baton_engine_batch_tokens", text, tallies.step_tokens)
+        text = "Sequences computed in a step"
+        yield self._histogram("baton_engine_batch_size", text, tallies.step_seqs)
+        text = "Wait of a prompt for its first step here"
+        yield self._histogram("baton_engine_queue_seconds", text, tallies.queue_s)
+        text = "From a prompt's first step to its first token, where both are here"
+        yield self._histogram("baton_engine_prefill_seconds", text, tallies.prefill_s)
+
+    def _blocks(self) -> Iterator[Metric]:
+        config, steps = self._sources.config, self._sources.steps
+        blocks = self._sources.load().blocks
+        used = sum(blocks[state] for state in _IN_USE)
+        text = "Share of the KV blocks that requests, leases or late pulls hold"
+        yield self._gauge("baton_kv_cache_usage_ratio", text, used / sum(blocks.values()))
+        yield self._gauge("baton_kv_blocks", "KV blocks", blocks, "state")
+        text = "What the KV pool is, in labels"
+        shape = {
+            "block_size": str(config.block_size),
+            "num_blocks": str(config.kv_blocks),
+            "dtype": config.dtype,
+        }
+        yield self._gauge("baton_cache_config_info", text, 1, **shape)
+        text = "Prompt tokens that were looked up in the prefix cache"
+        yield self._counter("baton_prefix_cache_queried_tokens_total", text, steps.queried_tokens)
+        text = "Of these, those whose KV was there"
+        yield self._counter("baton_prefix_cache_hit_tokens_total", text, steps.hit_tokens)
+
+    def _transfers(self) -> Iterator[Metric]:
+        sources, pulls = self._sources, self._sources.pulls
+        leases = sources.exporter.num_leased
+        text = "Requests whose KV was to be pulled here, by what became of that"
+        yield self._counter(
+            "baton_kv_transfers_total", text, pulls.ends, "result", **self._transport
+        )
+        text = "Pulls of parts of a prompt that was still being computed"
+        yield self._counter("baton_kv_transfer_parts_total", text, pulls.parts, "result")
+        text = "Tickets whose blocks are kept for a pull (send), and pulls (recv)"
+        in_flight = {"send": leases, "recv": sources.num_pulling()}
+        yield self._gauge("baton_kv_transfer_in_flight", text, in_flight, "side")
+        yield self._gauge("baton_kv_leases", "Tickets whose blocks are kept for a pull", leases)
+        text = "Tickets that nobody released in time"
+        yield self._counter("baton_kv_leases_expired_total", text, sources.exporter.expired_count)
+        text = "Transports that were replaced, since pulls of them did not end"
+        yield self._counter("baton_kv_agent_rebuilds_total", text, sources.rebuild_count())
+
+    def _pulls(self) -> Iterator[Metric]:
+        tallies, fixed = self._tallies, self._transport
+        text = "Pulls of KV blocks that arrived, early ones as well: time by phase"
+        same = {**self._names, **fixed}
+        seconds = HistogramMetricFamily("baton_kv_transfer_seconds", text, labels=(*same, "phase"))
+        for phase, tally in tallies.pull_s.items():
+            seconds.add_metric((*same.values(), phase), tally.cumulative(), tally.total)
+        yield seconds
+        text = "Pulls that arrived: their bytes"
+        yield self._histogram("baton_kv_transfer_bytes", text, tallies.pull_bytes, **fixed)
+        text = "Pulls that arrived: their blocks"
+        yield self._histogram("baton_kv_transfer_blocks", text, tallies.pull_blocks, **fixed)
+
+    def _roofline(self) -> Iterator[Metric]:
+        meter = self._sources.meter
+        now = meter.utilisation(time.monotonic())
+        text = "Operations per second that this machine can do, measured at start"
+        yield self._gauge("baton_roofline_peak_flops", text, meter.ceilings.flops_s)
+        text = "Bytes per second that this machine can read, measured at start"
+        yield self._gauge("baton_roofline_peak_bytes_per_second", text, meter.ceilings.bytes_s)
+        text = "Operations that the steps needed"
+        yield self._counter("baton_engine_flops_total", text, meter.total.flops)
+        text = "Bytes that the steps had to move between memory and processor"
+        yield self._counter("baton_engine_bytes_total", text, meter.total.num_bytes)
+        text = "Operations by what the machine could have done, within the steps of some seconds"
+        yield self._gauge("baton_model_flops_utilization_ratio", text, now.flops)
+        text = "Bytes by what the machine could have moved, within the steps of some seconds"
+        yield self._gauge("baton_memory_bandwidth_utilization_ratio", text, now.bandwidth)
+        text = "Operations by bytes of the steps of some seconds"
+        yield self._gauge("baton_arithmetic_intensity", text, now.intensity)
+
+    def _counter(
+        self, name: str, text: str, values: Values, label: str = "", **fixed: str
+    ) -> Metric:
+        return self._family(CounterMetricFamily, name, text, values, label, fixed)
+
+    def _gauge(self, name: str, text: str, values: Values, label: str = "", **fixed: str) -> Metric:
+        return self._family(GaugeMetricFamily, name, text, values, label, fixed)
+
+    def _histogram(self, name: str, text: str, tally: Tally, **fixed: str) -> Metric:
+        same = {**self._names, **fixed}
+        family = HistogramMetricFamily(name, text, labels=tuple(same))
+        family.add_metric(tuple(same.values()), tally.cumulative(), tally.total)
+        return family
+
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Values,
+        label: str,
+        fixed: Mapping[str, str],
+    ) -> Metric:
+        """One sample, or one for each value of ``label``."""
+        same = {**self._names, **fixed}
+        if isinstance(values, Mapping):
+            family = kind(name, text, labels=(*same, label))
+            for value, number in values.items():
+                family.add_metric((*same.values(), value), number)
+        else:
+            family = kind(name, text, labels=tuple(same))
+            family.add_metric(tuple(same.values()), values)
+        return family
