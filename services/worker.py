@@ -33,6 +33,7 @@ from kvtransfer.transports import open_transport
 from router import wire
 from router.exposition import Exposed, Exposition
 from router.link import Link, WorkerServer, serve_worker
+from router.tracing import open_tracing
 from services.budget import with_budgets
 from services.decode import DecodeService
 from services.engine.compiled import compile_all
@@ -48,6 +49,7 @@ from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
 from services.roles import LAST_PULLS_S, Roles, ends_sequences
 from services.settings import WorkerSettings
+from services.tracing import WorkerTracing
 from services.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -183,10 +185,13 @@ class Worker:
         exporter = Exporter(
             settings.worker_id, self.epoch, fingerprint, settings.secret, settings.lease_s
         )
+        self._tracing = open_tracing(settings.tracing_endpoint, settings.role, settings.worker_id)
+        record = self._tracing.record if self._tracing is not None else None
+        tracing = WorkerTracing(settings.worker_id, record)
         self.roles = Roles(
             self.engine,
-            PrefillService(self.engine, exporter, outbox),
-            DecodeService(self.engine, self._puller, outbox, fingerprint, settings.secret),
+            PrefillService(self.engine, exporter, outbox, tracing),
+            DecodeService(self.engine, self._puller, outbox, fingerprint, settings.secret, tracing),
             outbox,
             shape.vocab_size,
             transport.name,
@@ -278,6 +283,8 @@ class Worker:
         await self._server.close()
         await asyncio.to_thread(self._loop.stop, **timeout_s)
         await asyncio.to_thread(self._puller.close, **timeout_s)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         await asyncio.to_thread(self._exposition.close)
 
     @property
