@@ -113,7 +113,7 @@ class Attempt:
         job = self._job
         ids = (*job.request.ids, *job.delivered)[: self._num_tokens]
         message = wire.Reserve(
-            job.id, self.number, pack_ids(ids), job.request.salt, job.deadline_ms
+            job.id, self.number, pack_ids(ids), job.request.salt, job.deadline_ms, job.request.trace
         )
         call.send(message)
 
@@ -130,6 +130,7 @@ class Attempt:
                 export=self._decode is not None,
                 deadline_ms=job.deadline_ms,
                 early=self._early and self._decode is not None,
+                trace=job.request.trace,
             )
         )
 
@@ -149,6 +150,7 @@ class Attempt:
                 ticket,
                 job.request.salt,
                 job.deadline_ms,
+                job.request.trace,
             )
         )
 

@@ -33,6 +33,7 @@ class GenRequest:
     max_tokens: int | None = None  # None: as much as there is room for
     salt: bytes = b""
     label: str = ""  # the client's id, for logs
+    trace: str = ""  # traceparent of its span, for the workers; "" when it is not traced
 
 
 class Enough(Exception):
