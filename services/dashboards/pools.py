@@ -27,7 +27,7 @@ def board() -> Board:
     """Pools."""
     return Board(
         uid="baton-pools",
-        title="Baton: pools",
+        title="Baton: Pools",
         says="Prefill workers on the left, decode and mixed workers on the right.",
         by_replica=True,
         rows=(

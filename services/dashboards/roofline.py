@@ -22,7 +22,7 @@ def board() -> Board:
     """Roofline."""
     return Board(
         uid="baton-roofline",
-        title="Baton: roofline",
+        title="Baton: Roofline",
         says="Prefill should be near the compute roof, decode near the memory roof. What is far "
         "from both is overhead or an empty batch.",
         by_replica=True,

@@ -21,7 +21,7 @@ def board() -> Board:
     """Router."""
     return Board(
         uid="baton-router",
-        title="Baton: router",
+        title="Baton: Router",
         says="What the routers do with requests: where time goes, what is chosen, what fails.",
         rows=(
             Row("Where the time to the first token goes", _stages()),

@@ -39,9 +39,10 @@ def _amounts() -> tuple[Panel, ...]:
     return (
         Panel(
             "Transfers by result",
-            "Failed: the read ended with an error, or what came was not what the ticket names. "
-            "Stalled: nothing came for pull_stall_s. Expired: the lease ended first. Cancelled: "
-            "the request did. All but ok and cancelled cost a prefill.",
+            "Each request whose KV was to be pulled, once. Failed: the read ended with an error or "
+            "brought what the ticket does not name. Stalled: nothing came for pull_stall_s. "
+            "Expired: the lease ended first. Cancelled: the request did. All but ok and cancelled "
+            "cost another prefill.",
             (
                 Query(
                     total(rate(PULLS, of=WORKERS), "transport", "result"),
@@ -80,8 +81,9 @@ def _amounts() -> tuple[Panel, ...]:
             unit="Bps",
         ),
         Panel(
-            "Size of a transfer",
-            "Grows with prompt lengths; blocks that decode has cached are not pulled.",
+            "Size of a pull",
+            "Of every pull that arrived, early ones as well. Grows with prompt lengths; blocks "
+            "that decode has cached are not pulled.",
             (
                 *(Query(quantile(q, BYTES, of=WORKERS), name) for q, name in ENDS),
                 Query(mean(BYTES, of=WORKERS), "mean"),
@@ -89,7 +91,7 @@ def _amounts() -> tuple[Panel, ...]:
             unit="bytes",
         ),
         Panel(
-            "Blocks of a transfer",
+            "Blocks of a pull",
             "A block is one descriptor, whatever the number of layers.",
             tuple(
                 Query(quantile(q, "baton_kv_transfer_blocks", of=WORKERS), name) for q, name in ENDS
@@ -101,7 +103,7 @@ def _amounts() -> tuple[Panel, ...]:
 def _times() -> tuple[Panel, ...]:
     return (
         Panel(
-            "Where a transfer's time goes",
+            "Where a pull's time goes",
             "Mean of each phase. Queue: until the read is posted. Wire: the read. Seals: reading "
             "the seals after it, which shows that no block was reused meanwhile.",
             (
@@ -112,7 +114,7 @@ def _times() -> tuple[Panel, ...]:
             Kind.STACKED, unit="s",
         ),
         Panel(
-            "Whole transfers",
+            "Whole pulls",
             "From the wish to pull to verified blocks. Compare with the gap to the second token.",
             tuple(
                 Query(quantile(q, SECONDS, 'phase="total"', of=WORKERS), name) for q, name in ENDS
@@ -120,7 +122,7 @@ def _times() -> tuple[Panel, ...]:
             unit="s",
         ),
         Panel(
-            "99 of 100 transfers are faster, by phase",
+            "99 of 100 pulls are faster, by phase",
             "A long queue is a decode worker that pulls as much as it may; a long wire is the "
             "network, or a producer without time.",
             (
@@ -133,7 +135,7 @@ def _times() -> tuple[Panel, ...]:
         ),
         Panel(
             "Speed of a read",
-            "Bytes by seconds on the wire, one transfer at a time: what the transport reaches.",
+            "Bytes by seconds on the wire: what the transport reaches for one pull.",
             (
                 Query(
                     share(
