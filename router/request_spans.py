@@ -76,8 +76,8 @@ def parts_of(seen: Observation, origin: float) -> list[Span]:
     ended_at = seen.ended_at if seen.ended_at is not None else 0.0
     for index, choice in enumerate(seen.choices):
         # An answer that is complete may have waited for the others of its request.
-        complete = not seen.error_type and choice.last_at is not None
-        end = choice.last_at if complete and choice.last_at is not None else ended_at
+        last = None if seen.error_type else choice.last_at
+        end = ended_at if last is None else last
         about: Attributes = {"baton.choice": index} if len(seen.choices) > 1 else {}
         waits_from = seen.tokenized_at or 0.0
         for number, attempt in enumerate(choice.attempts, 1):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from router.tracing import tracing_installed
 from services.config import AppConfig, ConfigError
 from services.engine.model_config import ModelError, read_config
 from services.fetch import public_name
@@ -57,6 +58,7 @@ def this_machine(one_process: bool = False) -> Machine:
         cuda_bytes=cuda_bytes,
         linux=sys.platform == "linux",
         one_process=one_process,
+        tracing=tracing_installed(),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtransfer.layout import KVLayout
+from router.tracing import MISSING
 from services.config import AppConfig, ConfigError, WorkerConfig
 from services.engine.config import EngineConfig
 
@@ -26,6 +27,7 @@ class Machine:
     linux: bool = True
     one_host: bool = True  # all workers are here
     one_process: bool = False  # they are even in this process
+    tracing: bool = True  # the packages of the extra are installed
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig
             f"prefill {p}, decode {d}, mixed {m}: needs at least one prefill and one decode worker,"
             " or none of both and a mixed one"
         )
+    if config.tracing_endpoint and not machine.tracing:
+        raise ConfigError(f"tracing_endpoint: {config.tracing_endpoint!r}, but {MISSING}")
     changes: dict[str, Any] = {}
     for role, pool in config.pools():
         changes[role] = _resolve_pool(role, pool, config.num_workers, machine, model)
