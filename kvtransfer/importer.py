@@ -21,7 +21,8 @@ is in the middle of an answer then: so nothing is posted any more, and what stil
 first. Pulls that wait for that start in the new one, without a word to anybody. Peers cannot read
 the local pool meanwhile: a consumer is not read by others.
 
-Knows no clock (time is an argument), no sockets, no tensors, no requests.
+Time is an argument; the clock that is passed in only says how long the phases of a pull took. Knows
+no sockets, no tensors, no requests.
 """
 
 from __future__ import annotations
@@ -32,51 +33,21 @@ from enum import Enum
 from typing import Any
 
 from kvtransfer.errors import KVTransferError, TicketError, TransportError
+from kvtransfer.pull_events import (
+    Arrived as Arrived,
+    Cause,
+    Event as Event,
+    PullAborted as PullAborted,
+    PullFailed as PullFailed,
+    PullTimes,
+    Settled as Settled,
+)
 from kvtransfer.ticket import AgentCard, Ticket
 from kvtransfer.transport import Completion, Part, Status, Transport
 from kvtransfer.verify import BlockMemory, first_difference
 
 _MAX_DRAINING_SHARE = 0.25  # of the pool, in reads that were given up
 _QUIET_S = 1.0  # a read of which nothing came for so long is not about to settle by itself
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """All blocks are here and verified."""
-
-    key: bytes
-    blocks: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class PullFailed:
-    """The blocks hold nothing of use. Not settled: bytes may still land in them."""
-
-    key: bytes
-    blocks: tuple[int, ...]
-    reason: str
-    settled: bool
-
-
-@dataclass(frozen=True)
-class PullAborted:
-    """The caller gave up. Not settled: bytes may still land in the blocks."""
-
-    key: bytes
-    blocks: tuple[int, ...]
-    settled: bool
-
-
-@dataclass(frozen=True)
-class Settled:
-    """Nothing lands in the blocks of an unsettled pull any more."""
-
-    key: bytes
-    blocks: tuple[int, ...]
-
-
-Event = Arrived | PullFailed | PullAborted | Settled
 
 
 class PullStatus(Enum):
@@ -96,6 +67,9 @@ class _Pull:
     indices: tuple[int, ...]  # into the ticket's blocks ...
     blocks: tuple[int, ...]  # ... and the local block for each
     deadline: float
+    asked: float  # when, on the importer's clock; so are the next two
+    posted: float = 0.0  # its first read
+    landed: float = 0.0
     reads: tuple[tuple[int, int], ...] = ()  # (remote block, local block)
     expected: Any = None  # see BlockMemory
     status: PullStatus = PullStatus.KV_IN_FLIGHT
@@ -116,6 +90,7 @@ class Importer:
         stall_s: float = 5.0,
         build: Callable[[int], Transport] | None = None,
         settle_s: float = 60.0,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``stall_s``: a pull of which nothing arrives for so long has failed.
 
@@ -130,6 +105,7 @@ class Importer:
         self._stall_s = stall_s
         self._build = build
         self._settle_s = settle_s
+        self._clock = clock
         self._pulls: dict[int, _Pull] = {}  # by the handle of the read in flight
         self._live: dict[bytes, _Pull] = {}  # those that owe their outcome, posted or waiting
         self._closing = False  # nothing is posted: the transport is about to be replaced
@@ -155,8 +131,10 @@ class Importer:
         peer: AgentCard,
         pairs: Sequence[tuple[int, int]],
         deadline: float,
+        asked: float | None = None,
     ) -> None:
-        """Pull ``(index into the ticket's blocks, local block)`` pairs until ``deadline``.
+        """Pull ``(index into the ticket's blocks, local block)`` pairs until ``deadline``. It was
+        ``asked`` for then, on this importer's clock; None: now.
 
         The indices of a part's ticket are its own: they begin at 0, whatever its ``first_block``.
         Every outcome comes from :meth:`poll`. ``key`` is free again once its outcome was told and,
@@ -168,7 +146,8 @@ class Importer:
             self._tell(Arrived(key, (), 0))
             return
         indices, blocks = zip(*pairs, strict=True)
-        pull = self._live[key] = _Pull(key, ticket, peer, indices, blocks, deadline)
+        asked = self._clock() if asked is None else asked
+        pull = self._live[key] = _Pull(key, ticket, peer, indices, blocks, deadline, asked)
         self._read_kv(pull)
 
     def abort(self, key: bytes) -> None:
@@ -250,6 +229,7 @@ class Importer:
             generations = [ticket.generations[index] for index in pull.indices]
             pull.reads = tuple(zip(ids, pull.blocks, strict=True))
             pull.expected = self._memory.expect(pull.blocks, ticket.epoch, generations, ids)
+            pull.posted = self._clock()  # some transports copy while they are told to
             self.transport.connect(pull.peer)
             self._follow(pull, Part.KV, PullStatus.KV_IN_FLIGHT)
         except KVTransferError as error:
@@ -257,6 +237,7 @@ class Importer:
 
     def _read_seals(self, pull: _Pull) -> None:
         """KV_IN_FLIGHT → SEALS_IN_FLIGHT: a seal proves something only if read after the data."""
+        pull.landed = self._clock()
         try:
             self._follow(pull, Part.SEALS, PullStatus.SEALS_IN_FLIGHT)
         except KVTransferError as error:
@@ -280,12 +261,14 @@ class Importer:
         settled = pull.status is PullStatus.WAITING
         stalled = pull.progress is not None and pull.progress + self._stall_s <= now
         if pull.deadline <= now:
+            cause = Cause.EXPIRED
             reason = f"the pull's deadline passed with the {pull.status.value}"
         elif stalled and not settled:
+            cause = Cause.STALLED
             reason = f"nothing arrived for {self._stall_s:g} s with the {pull.status.value}"
         else:
             return
-        self._tell(PullFailed(pull.key, pull.blocks, reason, settled))
+        self._tell(PullFailed(pull.key, pull.blocks, reason, settled, cause))
         self._drain(pull, now)
 
     def _verify(self, pull: _Pull) -> None:
@@ -297,7 +280,11 @@ class Importer:
             self._fail(pull, reason)
             return
         del self._live[pull.key]
-        self._tell(Arrived(pull.key, pull.blocks, len(pull.blocks) * self._memory.span_bytes))
+        times = PullTimes(
+            pull.posted - pull.asked, pull.landed - pull.posted, self._clock() - pull.landed
+        )
+        num_bytes = len(pull.blocks) * self._memory.span_bytes
+        self._tell(Arrived(pull.key, pull.blocks, num_bytes, times))
 
     def _fail(self, pull: _Pull, reason: str) -> None:
         del self._live[pull.key]

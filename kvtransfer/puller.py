@@ -51,6 +51,11 @@ class Puller:
         self._thread.start()
 
     @property
+    def num_in_flight(self) -> int:
+        """Pulls whose outcome is open."""
+        return self._importer.num_in_flight
+
+    @property
     def rebuild_count(self) -> int:
         """How often the transport was replaced, since reads of the old one did not settle."""
         return self._importer.rebuild_count
@@ -63,8 +68,12 @@ class Puller:
         pairs: Sequence[tuple[int, int]],
         deadline: float,
     ) -> None:
-        """See :meth:`Importer.start`; ``deadline`` is on this puller's clock."""
-        self._commands.put(lambda: self._importer.start(key, ticket, peer, pairs, deadline))
+        """See :meth:`Importer.start`; ``deadline`` is on this puller's clock, which should be the
+        importer's as well.
+        """
+        asked = self._clock()
+        start = self._importer.start
+        self._commands.put(lambda: start(key, ticket, peer, pairs, deadline, asked))
 
     def abort(self, key: bytes) -> None:
         """See :meth:`Importer.abort`."""

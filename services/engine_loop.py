@@ -11,12 +11,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.engine.engine import Engine
-from services.engine.scheduler import Output
+from services.engine.scheduler import Output, Row
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,17 @@ class EngineLoop:
         engine: Engine,
         handler: Handler,
         clock: Callable[[], float] = time.monotonic,
+        observe: Callable[[Sequence[Row], float, float], None] = lambda rows, began, ended: None,
     ) -> None:
+        """``observe`` hears of each turn once its tokens are passed on: which rows its step has
+        computed, none without one, and from when to when that took.
+        """
         self.failure = ""
         self.beats = 0  # rises at least four times a second, or the thread hangs
         self._engine = engine
         self._handler = handler
         self._clock = clock
+        self._observe = observe
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._kept: tuple[_Command | None] | None = None  # taken in a pause, for after the step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -106,15 +111,26 @@ class EngineLoop:
         try:
             while self._apply_commands():
                 self.beats += 1
-                now = self._clock()
-                self._handler.tick(now)
-                if self._engine.has_work:
-                    self._handler.on_outputs(self._engine.step(now), self._clock())
-                self._handler.flush(self._clock())
+                self._turn()
         except Exception as error:  # the one failure path: nothing of this engine is trusted now
             log.exception("the engine failed")
             self.failure = repr(error)
             self._handler.fail(f"the engine failed: {error!r}")
+
+    def _turn(self) -> None:
+        """Tick, step if there is work, flush."""
+        now = ended = self._clock()
+        rows: Sequence[Row] = ()
+        self._handler.tick(now)
+        if self._engine.has_work:
+            now = self._clock()
+            outputs = self._engine.step(now)
+            ended = self._clock()
+            if self._engine.plan is not None:
+                rows = self._engine.plan.rows
+            self._handler.on_outputs(outputs, ended)
+        self._handler.flush(self._clock())
+        self._observe(rows, now, ended)
 
     def _apply_commands(self) -> bool:
         """Run what is queued, waiting for a command only without work; False to stop."""

@@ -41,3 +41,10 @@ class SchedulerStats:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    queried_tokens: int = 0  # of prompts and reservations, looked up in the prefix cache
+    hit_tokens: int = 0  # of these, those whose KV was there
+
+    def looked_up(self, num_tokens: int, num_hits: int) -> None:
+        """So many tokens, once for each that came."""
+        self.queried_tokens += num_tokens
+        self.hit_tokens += num_hits

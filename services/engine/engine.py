@@ -66,6 +66,7 @@ class Engine:
             config.chunk_budget,
         )
         self.stalled = False  # the last step had work but no room: only a command can help
+        self.plan: Plan | None = None  # of the last step; no rows: it computed nothing
         self._seqs: dict[Key, Sequence] = {}
         self._reserved: dict[Key, Reservation] = {}
         self._quarantined: dict[Key, list[int]] = {}
@@ -92,7 +93,7 @@ class Engine:
 
     def step(self, now: float) -> list[Output]:
         """Compute one plan; returns the new tokens. ``now`` is any monotonic clock's time."""
-        plan = self.scheduler.schedule(now)
+        self.plan = plan = self.scheduler.schedule(now)
         self.stalled = not plan.rows
         if self.stalled:
             self.runner.publish(plan.opened, [])
@@ -180,6 +181,7 @@ class Engine:
         # Published now, not with the next plan: a pull may write to these blocks before that.
         self.runner.publish(self.pool.take_opened(), [])
         self.runner.zero(self.pool.take_spoiled())
+        self.scheduler.stats.looked_up(len(ids), len(hit) * self.config.block_size)
         reservation = Reservation((*hit, *fresh), len(hit), len(ids), salt)
         self._reserved[key] = reservation
         return reservation

@@ -33,6 +33,10 @@ class Product(Protocol):
         """The weights of some outputs, ``[len(ids), num_inputs]``: an embedding."""
 
     @property
+    def num_weights(self) -> int:
+        """Numbers in the matrix."""
+
+    @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
 
@@ -49,6 +53,10 @@ class Linear:
 
     def rows(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight)
+
+    @property
+    def num_weights(self) -> int:
+        return self.weight.numel()
 
     @property
     def num_bytes(self) -> int:
@@ -102,6 +110,10 @@ class PackedLinear:
         if self.scale is None:
             return found
         return dequantize(found, self.scale[ids // PANEL, :, ids % PANEL])
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_outputs * self.num_inputs
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ Where keys and values are kept is the attention's business.
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from services.engine.cpu_layers import CpuLayers
 from services.engine.linear import Linear, Product, product
 from services.engine.model_config import ModelConfig, ModelError
 from services.engine.paged_attention import PagedPlan
+from services.engine.roofline import StepCosts, Weights
 from services.engine.rope import frequencies, half_rotation, rotate, rotation
 from services.engine.scheduler import Row
 
@@ -153,6 +155,25 @@ class Model:
         part.layers = self.layers[:count]
         part.cpu_layers = CpuLayers(part) if self.cpu_layers is not None else None
         return part
+
+    def step_costs(self, kv_item_bytes: int) -> StepCosts:
+        """For counting; keys and values are kept in so many bytes each."""
+        config = self.config
+        products = [
+            product
+            for layer in self.layers
+            for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        return StepCosts(
+            layers=Weights(
+                sum(product.num_weights for product in products),
+                sum(product.num_bytes for product in products),
+            ),
+            head=Weights(self.head.num_weights, self.head.num_bytes),
+            pair_flops=4 * config.num_heads * config.head_dim,
+            kv_bytes=2 * config.num_kv_heads * config.head_dim * kv_item_bytes,
+            windows=tuple(Counter(layer.window for layer in self.layers).items()),
+        )
 
     def plan(self, rows: Sequence[Row], block_size: int) -> AttentionPlan | PagedPlan:
         """For :meth:`forward`; ``rows`` in :func:`~services.engine.attention.batch_order`."""

@@ -333,6 +333,7 @@ class Scheduler:
             if not seq.preempted:
                 seq.num_cached = min(seq.num_computed, seq.num_prompt)
                 self.stats.cached_prompt_tokens += seq.num_cached
+                self.stats.looked_up(seq.num_prompt, seq.num_cached)
             return True
         need = self.blocks_for(seq.num_tokens) - len(seq.blocks)
         if need > 0:
