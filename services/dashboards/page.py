@@ -7,8 +7,9 @@ from services.dashboards.board import Board, Panel
 HEAD = """\
 # The boards, panel by panel
 
-Written by `make dashboards` from `services/dashboards/`, like `deploy/observability/dashboards/*.json`;
-edit it there. Each text is the one that Grafana shows at the panel's **i**.
+Written by `make dashboards` from `services/dashboards/`, as the JSON in
+`deploy/observability/dashboards/` is: change it there. Each text is what Grafana shows at the panel's **i**, in
+brackets is its unit.
 [observability.md](observability.md) says which panel to look at when.
 """
 

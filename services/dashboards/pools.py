@@ -77,7 +77,7 @@ def _replicas() -> tuple[Panel, ...]:
                     "{{role}} {{kind}}",
                 ),
             ),
-            width=12, height=7,
+            height=7,
         ),
         Panel(
             "Ready prefill workers per decode worker",
@@ -94,7 +94,14 @@ def _replicas() -> tuple[Panel, ...]:
                     "P : D",
                 ),
             ),
-            width=12, height=7,
+            height=7,
+        ),
+        Panel(
+            "How full the pools are",
+            "Prefill by the share of time its engines work, decode by the share of its KV blocks "
+            "in use. One full and one empty: move a worker to the other role.",
+            (Query(highest(series("baton:pool_load:ratio"), "role"), "{{role}}"),),
+            unit="percentunit", height=7, highest=1,
         ),
     )  # fmt: skip
 

@@ -157,7 +157,7 @@ def _processes() -> tuple[Panel, ...]:
             "How late a process's loop is, routers and workers: 99 of 100 times less than this. "
             "Everything that passes through that process waits as long.",
             (
-                Query(quantile(0.99, LAG, by=("instance",), of=""), "{{instance}}"),
+                Query(quantile(0.99, LAG, by=("role", "instance"), of=""), "{{role}} {{instance}}"),
             ),
             unit="s",
         ),

@@ -20,6 +20,7 @@ TTFT = "baton_time_to_first_token_seconds"
 TPOT = "baton_time_per_output_token_seconds"
 ITL = "baton_inter_token_latency_seconds"
 OBJECTIVE = "baton_slo_objective_seconds"
+BUDGET = "baton:slo_budget:ratio"  # of deploy/observability/rules.yaml, like the burn rates
 
 GOOD = 'verdict="good"'
 OUR_FAULT = 'error_type=~"overload|unavailable|deadline|internal"'
@@ -51,21 +52,36 @@ def _summary() -> tuple[Panel, ...]:
             "Share of the requests that ended with an error which is not the client's: overload, "
             "no worker, deadline, internal. These count as bad above as well.",
             (Query(share(total(increase(ASKED, OUR_FAULT)), total(increase(ASKED)))),),
-            Kind.STAT, unit="percentunit", width=4, height=4,
+            Kind.STAT, unit="percentunit", width=3, height=4,
         ),
         Panel(
             "Goodput now",
             "Requests per second that meet both objectives.",
             (Query(total(rate(JUDGED, 'slo="both"', GOOD))),),
-            Kind.STAT, unit="reqps", width=4, height=4,
+            Kind.STAT, unit="reqps", width=3, height=4,
         ),
         Panel(
             "Objectives",
             "What the routers judge by: router.slo_ttft_s and router.slo_tpot_s.",
             (Query(highest(series(OBJECTIVE), "slo"), "{{slo}}"),),
-            Kind.STAT, unit="s", width=4, height=4,
+            Kind.STAT, unit="s", width=3, height=4,
+        ),
+        Panel(
+            "Error budget left",
+            "If the time shown were the whole period: 1 is untouched, 0 is spent, below is missed. "
+            "How much may be bad is said by baton:slo_budget:ratio in rules.yaml.",
+            (Query(f"1 - {_bad_share()} / on (slo) {BUDGET}", "{{slo}}"),),
+            Kind.STAT, unit="percentunit", width=6, height=4,
         ),
     )  # fmt: skip
+
+
+def _bad_share() -> str:
+    judged = 'slo=~"ttft|tpot"'
+    return share(
+        total(increase(JUDGED, judged, 'verdict="bad"'), "slo"),
+        total(increase(JUDGED, judged), "slo"),
+    )
 
 
 def _met(slo: str, title: str, what: str) -> Panel:
@@ -76,7 +92,7 @@ def _met(slo: str, title: str, what: str) -> Panel:
         f"Share of the judged requests of which {what}. Requests that we failed are bad; those "
         "that a client gave up count for what it had seen by then.",
         (Query(ratio),),
-        Kind.STAT, unit="percentunit", width=4, height=4, highest=1,
+        Kind.STAT, unit="percentunit", width=3, height=4, highest=1,
     )  # fmt: skip
 
 
@@ -90,7 +106,7 @@ def _goodput() -> tuple[Panel, ...]:
                 Query(total(rate(ASKED, FAIR)), "asked"),
                 Query(total(rate(JUDGED, 'slo="both"', GOOD)), "good"),
             ),
-            unit="reqps", width=8,
+            unit="reqps", width=12,
         ),
         Panel(
             "Requests by outcome",
@@ -100,7 +116,7 @@ def _goodput() -> tuple[Panel, ...]:
                 Query(total(rate(ASKED, 'error_type=""')), "ok"),
                 Query(total(rate(ASKED, 'error_type!=""'), "error_type"), "{{error_type}}"),
             ),
-            Kind.STACKED, unit="reqps", width=8,
+            Kind.STACKED, unit="reqps", width=12,
         ),
         Panel(
             "Share within the objectives",
@@ -111,7 +127,17 @@ def _goodput() -> tuple[Panel, ...]:
                     share(total(rate(JUDGED, GOOD), "slo"), total(rate(JUDGED), "slo")), "{{slo}}"
                 ),
             ),
-            unit="percentunit", width=8, highest=1,
+            unit="percentunit", width=12, highest=1,
+        ),
+        Panel(
+            "How fast the error budget is spent",
+            "1 spends exactly what is allowed. Above 14.4 over an hour or 6 over six hours, "
+            "somebody is woken; above 1 over three days the objective will be missed.",
+            tuple(
+                Query(highest(series(f"baton:slo_burn:rate{over}"), "slo"), f"{{{{slo}}}} {over}")
+                for over in ("5m", "1h", "6h", "3d")
+            ),
+            width=12,
         ),
     )  # fmt: skip
 
