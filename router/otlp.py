@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -23,6 +23,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from router.observation import Observation
+from router.request_spans import parts_of, seen_of, span_name
 from router.tracing import Attribute, Span
 from router.version import version
 
@@ -53,19 +55,18 @@ class Trace:
         _W3C.inject(carrier, self._context)
         self.parent = carrier["traceparent"]
 
-    def end(
-        self,
-        at: float,
-        attributes: Mapping[str, Attribute],
-        error: str = "",
-        parts: Iterable[Span] = (),
-    ) -> None:
-        """The request is over, and these were its parts in this process."""
+    def note(self, attributes: Mapping[str, Attribute]) -> None:
+        """Something more that is known of the request."""
+        self._span.set_attributes(dict(attributes))
+
+    def end(self, seen: Observation, origin: float) -> None:
+        """The request is over; ``origin`` is its moment 0, of ``time.monotonic``."""
+        assert seen.ended_at is not None
         try:
-            for part in parts:
+            for part in parts_of(seen, origin):
                 self._tracing.make(part, self._context)
-            self._span.set_attributes(dict(attributes))
-            _end(self._span, at, error)
+            self._span.set_attributes(dict(seen_of(seen)))
+            _end(self._span, origin + seen.ended_at, seen.error_type)
         except Exception:  # a request never fails for a span's sake
             log.exception("a request's span is lost")
 
@@ -95,17 +96,15 @@ class Tracing:
         provider.add_span_processor(processor)
         self._tracer = provider.get_tracer("baton", version())
 
-    def begin(self, name: str, headers: Mapping[str, str], start: float) -> Trace | None:
-        """The span of a request, below the one that its headers tell of, if they do.
+    def begin(self, endpoint: str, model: str, headers: Mapping[str, str]) -> Trace | None:
+        """The span of a request that has come, below the one that its headers tell of, if they do.
 
         None when this one is not recorded: its client, or else the ratio, has decided so.
         """
         try:
             told = {k: headers[k] for k in ("traceparent", "tracestate") if k in headers}
             context = _W3C.extract(told, Context())
-            span = self._tracer.start_span(
-                name, context, SpanKind.SERVER, start_time=_clock_offset_ns() + _ns(start)
-            )
+            span = self._tracer.start_span(span_name(endpoint, model), context, SpanKind.SERVER)
             return Trace(self, span) if span.is_recording() else None
         except Exception:  # a request never fails for a span's sake
             log.exception("a request is not traced")
