@@ -38,20 +38,21 @@ def admit(
     """``max_tokens``: what the client asked for; None is as much as there is room for."""
     pairs = [_limits(pair, view) for pair in usable_pairs(view)]
     if not pairs:
-        return Unavailable("no prefill and decode workers that could serve this are ready")
+        reason = "no prefill and decode workers that could serve this are ready"
+        return Unavailable(reason).rejects("no_workers")
     best = max(pairs, key=lambda limits: (min(limits.context, limits.pool), limits.prompt))
     if num_prompt >= best.context:
         return BadRequest(
             f"the prompt has {num_prompt} tokens; with at least one token of answer it exceeds "
             f"the model's maximum context length of {best.context} tokens",
             param="prompt",
-        )
+        ).rejects("too_long")
     if num_prompt > best.prompt or num_prompt >= best.pool:
         return BadRequest(
             f"the prompt has {num_prompt} tokens; the KV pools of this deployment hold "
             f"{min(best.prompt, best.pool - 1)}",
             param="prompt",
-        )
+        ).rejects("too_long")
     room = best.context - num_prompt
     if max_tokens is None:
         room = min(room, best.pool - num_prompt)
@@ -61,9 +62,10 @@ def admit(
             f"{num_prompt} tokens of prompt and {granted} of answer do not fit the KV pool, which "
             f"holds {best.pool} tokens",
             param="max_tokens",
-        )
+        ).rejects("too_long")
     if num_queued >= max_queue:
-        return QueueFull(f"{num_queued} requests are waiting already; try again")
+        full = QueueFull(f"{num_queued} requests are waiting already; try again")
+        return full.rejects("queue_full")
     return Admitted(granted)
 
 

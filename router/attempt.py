@@ -43,6 +43,8 @@ class Attempt:
         self, job: Job, prefill: Worker | None, decode: Worker, early: bool, replace: Replace
     ) -> None:
         job.num_attempts += 1
+        self._marks = job.marks
+        self._marks.began(prefill.card.worker_id if prefill else "", decode.card.worker_id)
         demand = job.demand
         self.number = job.num_attempts
         self._job = job
@@ -57,6 +59,7 @@ class Attempt:
         self._reserved = False  # D has set blocks aside
         self._decoding = False  # Decode was sent to D
         self._answered = False  # P has
+        self._heard = False  # D has sent tokens
         self._ticket: wire.Prefilled | None = None  # not released yet
         self._replaced = False
         self._introductions = 0
@@ -119,6 +122,7 @@ class Attempt:
 
     def _send_prefill(self, call: Call) -> None:
         job = self._job
+        self._marks.sent()
         call.send(
             wire.Prefill(
                 job.id,
@@ -140,6 +144,9 @@ class Attempt:
         self._decoding = True
         if ticket:
             self._introduce()
+            self._marks.handed()
+        else:
+            self._marks.sent()
         self._decode.send(
             wire.Decode(
                 job.id,
@@ -224,6 +231,7 @@ class Attempt:
 
     def _prefilled(self, call: Call, message: wire.Prefilled) -> Chunk:
         self._answered = True
+        self._marks.first(message.cached_tokens, message.prefill_ms)
         if message.ticket_id:
             self._ticket = message
             now = asyncio.get_running_loop().time()
@@ -245,6 +253,7 @@ class Attempt:
         match message:
             case wire.Reserved() if not self._reserved and self._prefill is not None:
                 self._reserved = True
+                self._marks.reserved()
                 if not self._prefill.sent:
                     self._send_prefill(self._prefill)
                 elif self._ticket is not None:
@@ -260,13 +269,23 @@ class Attempt:
                 return None
             case wire.Pulled() if self._decoding:
                 job.pulled_bytes += message.num_bytes
+                self._marks.pulled()
                 self._release()
                 return None
             case wire.Tokens(first_index=first) if self._decoding and first == len(job.delivered):
                 call.worker.computed(call)
+                if not self._heard:
+                    self._first_tokens(message)
                 chunk = job.deliver(message.ids, message.finish, message.cached_tokens)
                 return chunk if chunk.ids or chunk.finish else None
         raise _unexpected("decode", call, message)
+
+    def _first_tokens(self, message: wire.Tokens) -> None:
+        self._heard = True
+        if self._prefill is None:
+            self._marks.first(message.cached_tokens, message.compute_ms)
+        else:
+            self._marks.next(message.queue_ms, message.compute_ms)
 
     def _replace_decode(self, failure: AttemptFailed) -> None:
         """Let another D take P's work over, which is not lost with this D; else raise."""
@@ -284,6 +303,7 @@ class Attempt:
         if worker is None:
             raise failure
         self._replaced = True
+        self._marks.replaced(worker.card.worker_id)
         self._reserved = self._decoding = False
         self._decode = self._call(worker, 0, self._blocks)
         self._send_reserve(self._decode)

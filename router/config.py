@@ -29,6 +29,8 @@ class RouterConfig:
     max_prompts: int = 64  # prompts in one completion request
     max_stop_strings: int = 16  # stop strings of one request
     max_stop_chars: int = 512  # characters of one stop string
+    slo_ttft_s: float = 2.0  # objective: the first token within so long
+    slo_tpot_s: float = 0.1  # objective: each token after it, on average
     metrics_public: bool = True  # GET /metrics on the API's port as well, without a key
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
 
@@ -44,6 +46,7 @@ class RouterConfig:
             "max_queue", "queue_timeout_s", "request_timeout_s", "first_token_status_s",
             "max_body_bytes", "prefill_ahead", "prefill_attempts", "decode_attempts",
             "max_choices", "max_prompts", "max_stop_strings", "max_stop_chars",
+            "slo_ttft_s", "slo_tpot_s",
         ):  # fmt: skip
             if not 0 < getattr(self, name) <= LARGEST:  # also not NaN
                 raise ValueError(

@@ -54,6 +54,7 @@ class Link(asyncio.Protocol):
         self.open = False  # authenticated, and not closed
         self.peer_name = "?"  # for logs
         self.close_reason = ""
+        self.close_kind = "closed"  # or silent, unread, protocol: as it is counted
         self.peer_steps = 0  # the engine's step counter, as of the last pong
         self.peer_busy = False
         self.last_pong = 0.0  # loop time
@@ -119,7 +120,7 @@ class Link(asyncio.Protocol):
                 if self._is_closing():
                     return
         except WireError as error:
-            self._abort(str(error))
+            self._abort(str(error), "protocol")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"connection lost: {error}" if error else "closed by the peer")
@@ -156,10 +157,10 @@ class Link(asyncio.Protocol):
             self._check_number(message, number)
             self._receive(message)
         except WireError as error:
-            self._abort(str(error))
+            self._abort(str(error), "protocol")
         except Exception:
             log.exception("link to %s: a message could not be handled", self.peer_name)
-            self._abort("a message could not be handled")
+            self._abort("a message could not be handled", "protocol")
 
     def _check_number(self, message: Message, number: int | None) -> None:
         self._num_received += 1
@@ -200,7 +201,7 @@ class Link(asyncio.Protocol):
         if now - due > PING_INTERVAL_S:  # our own loop stood still; the peer's bytes may be waiting
             self._last_heard = now
         if now - self._last_heard > DEAD_AFTER_S:
-            self._abort(f"nothing heard for {DEAD_AFTER_S:g} s")
+            self._abort(f"nothing heard for {DEAD_AFTER_S:g} s", "silent")
             return
         self._pings += 1
         self._timer = self._loop.call_later(PING_INTERVAL_S, self._tick, now + PING_INTERVAL_S)
@@ -212,7 +213,7 @@ class Link(asyncio.Protocol):
             return
         self._emit(self._encode(messages))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._abort(f"{MAX_UNSENT_BYTES} bytes unread by the peer")
+            self._abort(f"{MAX_UNSENT_BYTES} bytes unread by the peer", "unread")
 
     def _encode(self, messages: Iterable[Message]) -> list[bytes]:
         """Frames with the next numbers. A message that cannot be packed takes none: it is its
@@ -229,16 +230,16 @@ class Link(asyncio.Protocol):
     def _is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    def _abort(self, reason: str) -> None:
-        self._end(reason)
+    def _abort(self, reason: str, kind: str = "closed") -> None:
+        self._end(reason, kind)
         if self._transport is not None:
             self._transport.abort()
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, kind: str = "closed") -> None:
         """No more messages, no more timers."""
         self.open = False
         if not self.close_reason:
-            self.close_reason = reason
+            self.close_reason, self.close_kind = reason, kind
         if self._timer:
             self._timer.cancel()
             self._timer = None

@@ -37,6 +37,8 @@ from router.errors import (
     Unavailable,
 )
 from router.job import AttemptFailed, Chunk, Enough, GenRequest, Job
+from router.ledger import Routing
+from router.marks import Marks
 from router.pending import DEADLINE, STOPPING, Queue
 from router.policy import Key, Pair, View, other_decode, usable_pairs
 from router.proof import Prover
@@ -62,7 +64,8 @@ class Dispatcher:
     ) -> None:
         self.config = settings.config
         epoch = int.from_bytes(os.urandom(8), "big") | 1
-        self.table = WorkerTable(settings, epoch, self._changed)
+        self.routing = Routing()
+        self.table = WorkerTable(settings, epoch, self._changed, self.routing)
         self.prover = Prover(self.table, self._run, self._changed)
         self.queue = Queue(self.config, self._view, self._grant)
         self.counters: Counter[str] = Counter()  # requests by outcome, and retries
@@ -132,9 +135,11 @@ class Dispatcher:
             default=None,
         )
 
-    async def generate(self, request: GenRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenRequest, marks: Marks | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """The answer, as it is made. Raises RequestError; closing it early cancels everywhere, and
-        so does throwing Enough into it.
+        so does throwing Enough into it. What happens when goes to ``marks``.
         """
         await self._wait_for_comeback()
         verdict = admit(
@@ -148,7 +153,7 @@ class Dispatcher:
             self.counters["refused"] += 1
             raise verdict
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_s
-        job = Job(request, verdict.max_tokens, deadline)
+        job = Job(request, verdict.max_tokens, deadline, marks=marks)
         running = self._run(job)
         outcome = "cancelled"
         try:
@@ -204,6 +209,10 @@ class Dispatcher:
     def _give_up_or_retry(self, job: Job, failure: AttemptFailed) -> None:
         """Return when another attempt makes sense, else raise what the client is told."""
         job.end_attempt()
+        if failure.kind == "refused":
+            job.marks.refused()
+        else:
+            job.marks.failed(failure.cause)
         if failure.kind == "invalid":
             raise BadRequest(failure.message)
         if failure.kind == "deadline" or asyncio.get_running_loop().time() >= job.deadline:
@@ -215,7 +224,7 @@ class Dispatcher:
         if not self._count_failure(job, failure):
             raise _final_error(failure)
         if failure.kind != "refused":  # else it took no room, and waits until there is some
-            self.counters["retries"] += 1
+            self._count_retry(failure)
 
     def _replace_decode(
         self, job: Job, prefill: Worker, failed: Worker, failure: AttemptFailed
@@ -229,11 +238,19 @@ class Dispatcher:
         if key is None:
             return None
         self._count_failure(job, failure)
-        self.counters["retries"] += 1
-        self.causes["ticket reused"] += 1
+        self._count_retry(failure)
+        self._count_failover("ticket reused")
         worker = self.table.workers[key]
         self._take_turn(worker)
         return worker
+
+    def _count_retry(self, failure: AttemptFailed) -> None:
+        self.counters["retries"] += 1
+        self.routing.retries[failure.side, failure.kind] += 1
+
+    def _count_failover(self, kind: str) -> None:
+        self.causes[kind] += 1
+        self.routing.failovers[kind,] += 1
 
     def _count_failure(self, job: Job, failure: AttemptFailed) -> bool:
         """Whether the request may be tried again."""
@@ -251,10 +268,20 @@ class Dispatcher:
         workers = self.table.workers
         prefill = workers[pair.prefill] if pair.prefill is not None else None
         decode = workers[pair.decode]
+        if job.only is None:
+            self._count_decision(job, prefill, decode)
         if prefill is None and decode.card.role == "decode" and job.only is None:
             self._count_local_prefill(job, decode)
         job.current = Attempt(job, prefill, decode, self.config.early_pull, self._replace_decode)
         self._take_turn(decode, prefill or decode)
+
+    def _count_decision(self, job: Job, prefill: Worker | None, decode: Worker) -> None:
+        kind = "disagg"
+        if job.in_flight:
+            kind = "retry"
+        elif prefill is None:
+            kind = "mixed" if decode.card.role == "mixed" else "decode_only"
+        self.routing.decisions[kind,] += 1
 
     def _take_turn(self, *workers: Worker) -> None:
         for worker in workers:
@@ -264,7 +291,7 @@ class Dispatcher:
     def _count_local_prefill(self, job: Job, decode: Worker) -> None:
         """A decode worker computes a prompt: never in silence."""
         recompute = job.demand.recompute
-        self.causes["recompute" if recompute else "local prefill"] += 1
+        self._count_failover("recompute" if recompute else "local prefill")
         log.warning(
             "request %s (%s): %s computes %d tokens itself, %s",
             job.id.hex(), job.request.label, decode.card.worker_id, job.demand.num_tokens,

@@ -19,7 +19,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Self
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class RequestError(RouterError):
     status = 500
     kind = "InternalServerError"
     retry_after_s: int | None = None
+    rejection = ""  # why it was not let in, as it is counted: see router.observation
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -62,6 +63,11 @@ class RequestError(RouterError):
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(self.retry_after_s)}
+
+    def rejects(self, reason: str) -> Self:
+        """The same error, counted as a rejection."""
+        self.rejection = reason
+        return self
 
 
 class BadRequest(RequestError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvtransfer.hashing import pack_ids
 from router import wire
 from router.config import RouterConfig
+from router.marks import Marks
 from router.policy import Demand, Key, Pair
 
 if TYPE_CHECKING:
@@ -80,9 +81,15 @@ class Job:
     """What is known of one request, over all its attempts."""
 
     def __init__(
-        self, request: GenRequest, max_tokens: int, deadline: float, only: Pair | None = None
+        self,
+        request: GenRequest,
+        max_tokens: int,
+        deadline: float,
+        only: Pair | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self.request = request
+        self.marks = marks or Marks()
         self.only = only  # a proof: on this pair or not at all, past the queue
         self.id = os.urandom(16)
         self.sampling = replace(request.sampling, max_tokens=max_tokens)

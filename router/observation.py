@@ -72,6 +72,7 @@ class Observation:
     endpoint: str  # chat | completions
     stream: bool
     at: float  # time of day (seconds since 1970) of moment 0
+    origin: float  # moment 0 on time.monotonic
     arrived_at: float  # its headers were here; zero or less
     tokenized_at: float | None = None
     ended_at: float | None = None
@@ -125,6 +126,29 @@ def error_type(status: int) -> str:
 def is_our_fault(status: int) -> bool:
     """Whether a request that ends so has failed its user: refused for lack of room counts."""
     return status >= 500 or status == 429
+
+
+def judged(seen: Observation, ttft_slo_s: float, tpot_slo_s: float) -> Observation:
+    """Say of a request that has ended which objectives it met.
+
+    One that failed by our fault is bad, for the objective that it was on the way to as well. A
+    client that left counts for what it had seen, having waited for too long included. What is wrong
+    with the request itself says nothing about us.
+    """
+    if seen.ended_at is None or seen.error_type in ("validation", "not_found"):
+        return seen
+    ours, left = is_our_fault(seen.code), seen.error_type == "cancelled"
+    ttft_good = tpot_good = None
+    if seen.ttft_s is not None:
+        ttft_good = seen.ttft_s <= ttft_slo_s
+    elif ours or (left and seen.tokenized_at is not None and seen.ended_at > ttft_slo_s):
+        ttft_good = False
+    if ours and seen.ttft_s is not None:
+        tpot_good = False
+    elif seen.tpot_s is not None:
+        tpot_good = seen.tpot_s <= tpot_slo_s
+    good = None if ttft_good is None else ttft_good and tpot_good is not False and not ours
+    return replace(seen, ttft_good=ttft_good, tpot_good=tpot_good, good=good)
 
 
 def first_stages(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 
 from router.admission import Waiting, hopeless, pick
+from router.buckets import OVERHEAD, Tally
 from router.config import RouterConfig
 from router.errors import DeadlineExceeded, QueueFull, Unavailable
 from router.job import Job
@@ -36,6 +38,7 @@ class Queue:
         view: Callable[[], View],
         grant: Callable[[Job, Pair], None],
     ) -> None:
+        self.overhead = Tally(OVERHEAD)  # seconds that finding a pair took, for those that got one
         self._config = config
         self._view = view
         self._grant = grant
@@ -64,7 +67,8 @@ class Queue:
         except TimeoutError:
             if job.deadline <= patience:
                 raise DeadlineExceeded(DEADLINE) from None
-            raise QueueFull("all workers were busy for too long; try again") from None
+            error = QueueFull("all workers were busy for too long; try again")
+            raise error.rejects("queue_timeout") from None
         finally:
             if place in self._places:
                 self._places.remove(place)
@@ -72,6 +76,7 @@ class Queue:
     def serve(self) -> None:
         """To be called when something may have become free: give pairs to those who wait."""
         while self._places:
+            began = perf_counter()
             view = self._view()
             keys = frozenset(key for key, worker in view.workers.items() if worker.usable)
             usable = frozenset(usable_pairs(view)), keys
@@ -92,6 +97,7 @@ class Queue:
             if not place.granted.done():  # else its client has gone
                 self._grant(place.job, picked.pair)
                 place.granted.set_result(None)
+                self.overhead.add(perf_counter() - began)
 
     def close(self) -> None:
         """End the wait of everybody, now and from now on."""
@@ -121,10 +127,10 @@ class Queue:
         if place in self._places and place.gives_up_at is not None and place.gives_up_at <= now:
             self._places.remove(place)
             advice = place.job.problem or "try again"
-            _fail(place, f"no worker is left that could serve this; {advice}")
+            _fail(place, f"no worker is left that could serve this; {advice}", "no_workers")
 
 
-def _fail(place: _Place, reason: str) -> None:
+def _fail(place: _Place, reason: str, rejection: str = "") -> None:
     if not place.granted.done():
-        place.granted.set_exception(Unavailable(reason))
+        place.granted.set_exception(Unavailable(reason).rejects(rejection))
         place.granted.exception()  # nobody complains when its client has gone meanwhile

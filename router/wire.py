@@ -348,6 +348,8 @@ class Tokens:
     ids: tuple[int, ...]
     finish: str = ""
     cached_tokens: int = 0  # prompt tokens not computed; in a mixed worker's first message
+    queue_ms: float = 0.0  # in the first message: from its admission here to its first step ...
+    compute_ms: float = 0.0  # ... and from there to the token; with a prompt, both are that one's
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,11 @@ class Worker:
         self._steps, self._moved_at = -1, 0.0
 
     @property
+    def condition(self) -> str:
+        """Its state, or stalled."""
+        return "stalled" if self.stalled and self.connected else self.state
+
+    @property
     def state(self) -> str:
         """starting, ready, draining or dead."""
         if not self.connected:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvtransfer.faults import Faults, parse_faults
 from router import wire
 from router.config import RouterSettings
 from router.errors import LinkError
+from router.ledger import Routing
 from router.link import Link, connect_worker
 from router.policy import Key, Pair, View
 from router.worker import Worker, common_agent
@@ -35,10 +37,16 @@ class WorkerTable:
     """
 
     def __init__(
-        self, settings: RouterSettings, router_epoch: int, on_change: Callable[[], None]
+        self,
+        settings: RouterSettings,
+        router_epoch: int,
+        on_change: Callable[[], None],
+        routing: Routing | None = None,
     ) -> None:
         self.workers: dict[Key, Worker] = {}
         self.incompatible: dict[tuple[Key, Key], str] = {}  # (prefill, decode) → why
+        self.registered: Counter[str] = Counter()  # cards by role, as discovery says
+        self._routing = routing or Routing()
         self._settings = settings
         self._epoch = router_epoch
         self._on_change = on_change
@@ -50,6 +58,7 @@ class WorkerTable:
     def update(self, cards: Iterable[wire.WorkerCard]) -> None:
         """What discovery says now. Cards that are missing end nothing that is connected."""
         found = {(card.worker_id, card.epoch): card for card in cards}
+        self.registered = Counter(card.role for card in found.values())
         for key, card in found.items():
             if key not in self.workers and key not in self._rejected:
                 self._add(card)
@@ -96,6 +105,9 @@ class WorkerTable:
         """To be called a few times a second: renew leases, notice engines that hang."""
         now = asyncio.get_running_loop().time()
         changed = [worker for worker in self.workers.values() if worker.tick(now)]
+        for worker in changed:
+            if worker.stalled:
+                self._routing.losses[worker.card.role, "stalled"] += 1
         if changed:
             self._on_change()
 
@@ -165,6 +177,13 @@ class WorkerTable:
                 reason,
             )
 
+    def _count_loss(self, worker: Worker, link: Link) -> None:
+        """A connection has ended, and nobody wanted it to: neither this router nor a drain."""
+        state = worker.load.state if worker.load is not None else ""
+        if worker.key in self.workers and state != "left":
+            reason = "dead" if state == "dead" else link.close_kind
+            self._routing.losses[worker.card.role, reason] += 1
+
     def _drop(self, key: Key) -> None:
         worker = self.workers.pop(key)
         self._tasks.pop(key).cancel()
@@ -198,6 +217,7 @@ class WorkerTable:
         def on_close(link: Link) -> None:
             level = logging.WARNING if worker.key in self.workers else logging.DEBUG
             log.log(level, "connection to %s ended: %s", worker.card.worker_id, link.close_reason)
+            self._count_loss(worker, link)
             worker.lost_at = asyncio.get_running_loop().time()
             worker.load = None
             worker.lose(link.close_reason)
