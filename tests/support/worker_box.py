@@ -21,6 +21,7 @@ from services.engine.engine import Engine
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
 from services.roles import Roles
+from services.tracing import Record, WorkerTracing
 from tests.support.fake_runner import VOCAB, FakeRunner
 
 BLOCK = 4
@@ -144,7 +145,12 @@ class Box:
     """A whole worker but for tensors, threads and sockets."""
 
     def __init__(
-        self, worker_id: str, epoch: int = 7, blocks: int = 33, chunk_budget: int = 0
+        self,
+        worker_id: str,
+        epoch: int = 7,
+        blocks: int = 33,
+        chunk_budget: int = 0,
+        record: Record | None = None,
     ) -> None:
         self.runner = FakeRunner(BLOCK, token_budget=8, chunk_budget=chunk_budget)
         config = EngineConfig(
@@ -170,10 +176,11 @@ class Box:
             lambda size: next(ids).to_bytes(size, "big"),
         )
         outbox = Outbox(self.deliver)
-        self.decode = DecodeService(self.engine, self.puller, outbox, b"layout", SECRET)
+        tracing = WorkerTracing(worker_id, record, lambda: self.now)
+        self.decode = DecodeService(self.engine, self.puller, outbox, b"layout", SECRET, tracing)
         self.roles = Roles(
             self.engine,
-            PrefillService(self.engine, self.exporter, outbox),
+            PrefillService(self.engine, self.exporter, outbox, tracing),
             self.decode,
             outbox,
             VOCAB,
@@ -284,8 +291,8 @@ def prefilled(box: Box, ids: Sequence[int] = IDS, **changes: object) -> wire.Pre
 class Pair:
     """A prefill and a decode worker, and what their router would do."""
 
-    def __init__(self) -> None:
-        self.p, self.d = Box("p"), Box("d", epoch=9)
+    def __init__(self, record: Record | None = None) -> None:
+        self.p, self.d = Box("p", record=record), Box("d", epoch=9, record=record)
 
     def pulling(self, ids: Sequence[int] = IDS, **changes: object) -> tuple[wire.Prefilled, bytes]:
         """Up to a pull in flight: what P said, and the pull's key."""
