@@ -37,9 +37,12 @@ from services.engine.scheduler import ERROR, NOT_FINITE, Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
 from services.pulls import Intake, Pulls, PullStats, pull_key, split_pull_key
+from services.tallies import WorkerTallies
 from services.tracing import NOT_TRACED, RequestSpans, WorkerTracing
 
 log = logging.getLogger(__name__)
+
+_ENDS = {"deadline": "expired", "internal": "failed"}  # why a request ended, as an end of its pulls
 
 
 class Stage(Enum):
@@ -76,6 +79,7 @@ class _Open:
     reserved: _Reserved | None = None
     pulling: _Pulling | None = None
     spans: RequestSpans | None = None  # when it is traced
+    arrived: float | None = None  # a prompt to be computed here; until its first token
 
     @property
     def stage(self) -> Stage:
@@ -95,8 +99,10 @@ class DecodeService:
         fingerprint: bytes,
         secret: bytes,
         tracing: WorkerTracing = NOT_TRACED,
+        tallies: WorkerTallies | None = None,
     ) -> None:
         self.stats = PullStats()
+        self._tallies = tallies or WorkerTallies()
         self._tracing = tracing
         self._engine = engine
         self._pulls = pulls
@@ -171,7 +177,8 @@ class DecodeService:
         params = sampling_params(message.sampling)
         ids = unpack_ids(message.ids)
         self._engine.add(key, ids, message.num_prompt, params, message.salt)
-        self._open[key] = _Open(link, deadline, spans=self._tracing.follow(message))
+        spans = self._tracing.follow(message)
+        self._open[key] = _Open(link, deadline, spans=spans, arrived=now)
 
     def knows(self, key: Key) -> Stage | None:
         """The stage of a request that is open here."""
@@ -268,19 +275,17 @@ class DecodeService:
         reserved.intake.on_event(number, event)
         harmless = isinstance(event, Arrived) or (early and not reserved.intake.lost)
         if not harmless:
-            reason = event.reason if isinstance(event, PullFailed) else "the pull was given up"
-            self._fail(key, "pull", reason)
+            if isinstance(event, PullFailed):
+                self._fail(key, "pull", event.reason, event.cause.value)
+            else:
+                self._fail(key, "pull", "the pull was given up", "cancelled")
         elif pulling is not None:
             self._go_on(key, opened, now)
 
     def _count(self, event: Event, early: bool) -> None:
-        match event:
-            case Arrived(blocks=blocks, num_bytes=num_bytes):
-                self.stats.num_bytes += num_bytes
-                self.stats.num_blocks += len(blocks)
-                self.stats.early_blocks += len(blocks) if early else 0
-            case PullFailed(settled=True) if early:
-                self.stats.failed_parts += 1
+        self.stats.count(event, early)
+        if isinstance(event, Arrived):
+            self._tallies.on_pull(event)
 
     def _go_on(self, key: Key, opened: _Open, now: float) -> None:
         """PULLING: once the early pulls are over, fetch the rest; with all blocks there, admit."""
@@ -303,6 +308,7 @@ class DecodeService:
         params = sampling_params(message.sampling)
         self._engine.admit(key, unpack_ids(message.ids), message.num_prompt, params)
         opened.reserved = opened.pulling = None
+        self.stats.ends["ok"] += 1
         if opened.spans is not None:
             opened.spans.admitted(intake)
         pull_ms = (now - pulling.started) * 1000
@@ -319,6 +325,9 @@ class DecodeService:
         self._outbox.put(opened.link, _message(output))
         if opened.spans is not None:
             opened.spans.token(output, now)
+        if opened.arrived is not None and output.finish != ERROR:
+            self._tallies.on_prompt(output.started - opened.arrived, now - output.started)
+            opened.arrived = None
         if output.finish:
             del self._open[output.key]
         return True
@@ -331,12 +340,16 @@ class DecodeService:
         intake = opened.reserved.intake if opened.reserved is not None else None
         if opened.spans is not None:
             opened.spans.failed(why, intake)
+        if opened.pulling is not None and why != "pull":
+            self.stats.ends[_ENDS.get(why, "cancelled")] += 1
         if intake is None or intake.settled:
             self._engine.abort(key)
             return True
         self._engine.quarantine(key)
         self._settling[key] = intake
+        last = -1 if opened.pulling is None else opened.pulling.last
         for number in intake.in_flight:
+            self.stats.parts["cancelled"] += number != last
             self._pulls.abort(pull_key(key, number))
         return True
 
@@ -348,11 +361,13 @@ class DecodeService:
         """Requests that are past their deadline."""
         return [(key, o.link) for key, o in self._open.items() if o.deadline <= now]
 
-    def _fail(self, key: Key, kind: str, message: str) -> None:
-        """End a request with a reason."""
+    def _fail(self, key: Key, kind: str, message: str, end: str = "failed") -> None:
+        """End a request with a reason. ``end``: of ``pulls.ENDS``."""
         link = self._open[key].link
         self.abort(key, kind)
-        self.stats.failed += kind == "pull"
+        if kind == "pull":
+            self.stats.failed += 1
+            self.stats.ends[end] += 1
         self._outbox.put(link, wire.Failed(*key, kind=kind, message=message))
 
     def check_integrity(self) -> None:

@@ -7,7 +7,7 @@ step waits for a scrape. Knows no sockets: ``router.exposition`` serves the regi
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -20,25 +20,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvtransfer.exporter import Exporter
-from kvtransfer.importer import Arrived
 from router import wire
-from router.buckets import TOKENS, TTFT, Tally
+from router.buckets import Tally
 from services.engine.budget import SchedulerStats
 from services.engine.config import EngineConfig
 from services.engine.meter import StepMeter
-from services.engine.scheduler import Row
 from services.pulls import PullStats
+from services.tallies import WorkerTallies
 
-# Upper borders of buckets.
-STEP = (
-    0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
-    0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-WAIT = (0.0005, 0.001, 0.0025, *TTFT)
-PULL = tuple(0.0001 * 2**n for n in range(20))  # 0.1 ms to 52 s
-BYTES = tuple(4096.0 * 4**n for n in range(12))  # 4 KiB to 16 GiB
-BLOCKS = tuple(border for border in TOKENS if border <= 20_000)
-SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
 _IN_USE = ("active", "leased", "quarantined")  # states of blocks that nobody new can have
 
 Values = float | Mapping[str, float]
@@ -57,39 +46,6 @@ class Sources:
     num_pulling: Callable[[], int]  # pulls whose outcome is open
     rebuild_count: Callable[[], int]  # of the KV transport
     lag: Tally  # of the event loop
-
-
-class WorkerTallies:
-    """What only the metrics want to know. Added to by the engine's thread."""
-
-    def __init__(self) -> None:
-        self.step_s, self.step_tokens, self.step_seqs = Tally(STEP), Tally(TOKENS), Tally(SEQUENCES)
-        self.queue_s, self.prefill_s = Tally(WAIT), Tally(WAIT)
-        self.pull_s = {phase: Tally(PULL) for phase in ("queue", "wire", "seals", "total")}
-        self.pull_bytes, self.pull_blocks = Tally(BYTES), Tally(BLOCKS)
-
-    def on_step(self, rows: Sequence[Row], seconds: float) -> None:
-        """A step has run."""
-        self.step_s.add(seconds)
-        self.step_tokens.add(sum(len(row.ids) for row in rows))
-        self.step_seqs.add(len(rows))
-
-    def on_prompt(self, queue_s: float, prefill_s: float) -> None:
-        """A prompt that was computed here has its first token. ``queue_s``: from its arrival to its
-        first step; ``prefill_s``: from there to the token.
-        """
-        self.queue_s.add(queue_s)
-        self.prefill_s.add(prefill_s)
-
-    def on_pull(self, pull: Arrived) -> None:
-        """Blocks have arrived, and are verified."""
-        times = pull.times
-        self.pull_s["queue"].add(times.queue_s)
-        self.pull_s["wire"].add(times.wire_s)
-        self.pull_s["seals"].add(times.seals_s)
-        self.pull_s["total"].add(times.queue_s + times.wire_s + times.seals_s)
-        self.pull_bytes.add(pull.num_bytes)
-        self.pull_blocks.add(len(pull.blocks))
 
 
 def registry_of(

@@ -23,6 +23,7 @@ from services.engine.engine import Engine
 from services.engine.scheduler import ERROR, NOT_FINITE, Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer, sampling_params
+from services.tallies import WorkerTallies
 from services.tracing import NOT_TRACED, RequestSpans, WorkerTracing
 
 
@@ -45,9 +46,11 @@ class PrefillService:
         exporter: Exporter,
         outbox: Outbox,
         tracing: WorkerTracing = NOT_TRACED,
+        tallies: WorkerTallies | None = None,
     ) -> None:
         self.exporter = exporter
         self._tracing = tracing
+        self._tallies = tallies or WorkerTallies()
         self._engine = engine
         self._outbox = outbox
         self._open: dict[Key, _Open] = {}
@@ -82,6 +85,8 @@ class PrefillService:
             failed = wire.Failed(request, attempt, kind="internal", message=NOT_FINITE)
             self._outbox.put(opened.link, failed)
             return True
+        queue_s, prefill_s = output.started - opened.arrived, now - output.started
+        self._tallies.on_prompt(queue_s, prefill_s)
         ticket = b""
         ticket_id = b""
         lease_ms = num_tokens = 0
@@ -105,8 +110,8 @@ class PrefillService:
                 ticket_id,
                 lease_ms,
                 num_tokens,
-                queue_ms=(output.started - opened.arrived) * 1000,
-                prefill_ms=(now - output.started) * 1000,
+                queue_ms=queue_s * 1000,
+                prefill_ms=prefill_s * 1000,
             ),
         )
         return True

@@ -11,7 +11,7 @@ may be used by others only once :attr:`Intake.settled` holds: no pull can write 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
@@ -36,9 +36,17 @@ class Pulls(Protocol):
     def forget(self, peer: AgentCard) -> None: ...
 
 
+ENDS = ("ok", "failed", "stalled", "expired", "cancelled")
+"""What can become of a pull, or of all pulls of a request."""
+
+
+def _none_yet() -> dict[str, int]:
+    return dict.fromkeys(ENDS, 0)
+
+
 @dataclass
 class PullStats:
-    """Counters since the start."""
+    """Counters since the start. The dicts have all of ``ENDS`` always."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -46,6 +54,25 @@ class PullStats:
     failed: int = 0  # requests
     failed_parts: int = 0  # early pulls that came to nothing; they cost no request
     wrong_parts: int = 0  # TicketParts that were not for their request
+    parts: dict[str, int] = field(default_factory=_none_yet)  # early pulls
+    ends: dict[str, int] = field(default_factory=_none_yet)  # requests whose KV was handed to us
+
+    def count(self, event: Event, early: bool) -> None:
+        """The puller's word on a pull. ``early``: it began before the ticket came."""
+        result = ""
+        match event:
+            case Arrived(blocks=blocks, num_bytes=num_bytes):
+                result = "ok"
+                self.num_bytes += num_bytes
+                self.num_blocks += len(blocks)
+                self.early_blocks += len(blocks) if early else 0
+            case PullFailed(settled=settled, cause=cause):
+                result = cause.value
+                self.failed_parts += early and settled
+            case PullAborted():
+                result = "cancelled"
+        if early and result:
+            self.parts[result] += 1
 
 
 class Intake:

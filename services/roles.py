@@ -21,6 +21,7 @@ from kvtransfer.importer import Event
 from router import wire
 from services.decode import DecodeService, Stage
 from services.engine.engine import Engine
+from services.engine.meter import StepMeter
 from services.engine.scheduler import Output
 from services.engine.sequence import Key
 from services.outbox import Outbox, Peer
@@ -60,6 +61,7 @@ class Roles:
         on_load: Callable[[wire.Load], None],
         on_drained: Callable[[], None] = lambda: None,
         transfers: Callable[[], Transfers] = lambda: (0, {}),
+        meter: StepMeter | None = None,
     ) -> None:
         self.state = "ready"
         self.drained = False
@@ -72,6 +74,7 @@ class Roles:
         self._on_load = on_load
         self._on_drained = on_drained
         self._transfers = transfers
+        self._meter = meter or StepMeter()
         self._hand_back_at = _NEVER
         self._leave_from: float | None = None
         self._links: set[Peer] = set()
@@ -310,6 +313,7 @@ class Roles:
         stats = scheduler.stats
         rebuilds, faults = self._transfers()
         seqs = [*scheduler.running, *scheduler.waiting]
+        work, ceilings = self._meter.total, self._meter.ceilings
         return wire.Load(
             state=self.state,
             transport=self._transport,
@@ -331,4 +335,9 @@ class Roles:
             owed_blocks=scheduler.num_owed,
             agent_rebuilds=rebuilds,
             faults=faults,
+            flops=work.flops,
+            bytes=work.num_bytes,
+            busy_s=work.seconds,
+            peak_flops=ceilings.flops_s,
+            peak_bytes=ceilings.bytes_s,
         )
