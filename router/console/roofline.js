@@ -1,0 +1,143 @@
+// Each worker under the roofs of its machine: how much it computes for each byte that it moves, and
+// how fast, while it computes at all. Prefill belongs to the right of the ridge, decode to the left.
+
+import { Surface, amount, colour, dot, faded, line, logScale, logTicks, percent, write } from "./draw.js";
+import { trackOf } from "./model.js";
+
+const [LEFT, RIGHT, TOP, BOTTOM] = [62, 12, 14, 30];
+const TRAIL = 24; // points
+
+export class Roofline {
+  constructor(section, model, choose) {
+    this.section = section;
+    this.model = model;
+    this.choose = choose;
+    this.trails = new Map(); // worker → [{intensity, flops}], the last is the present
+    this.canvas = section.querySelector("canvas");
+    this.empty = section.querySelector(".empty");
+    this.surface = new Surface(this.canvas, (...all) => this.paint(...all));
+  }
+
+  /** What there is to draw: workers with roofs, and where they are. */
+  update() {
+    const workers = this.model.workers().filter((w) => w.peak_flops > 0 && w.peak_bytes > 0);
+    this.canvas.hidden = !workers.length;
+    this.empty.hidden = workers.length > 0;
+    const known = new Set(workers.map(trackOf));
+    for (const name of this.trails.keys()) {
+      if (!known.has(name)) this.trails.delete(name);
+    }
+    this.points = workers.map((worker) => {
+      const rates = this.model.rates(worker);
+      const trail = this.trails.get(trackOf(worker)) || [];
+      this.trails.set(trackOf(worker), trail);
+      const works = Boolean(rates && rates.intensity > 0);
+      if (works) {
+        trail.push({ intensity: rates.intensity, flops: rates.flops, bytes: rates.bytes });
+        if (trail.length > TRAIL) trail.shift();
+      }
+      return { worker, trail, works };
+    });
+    this.describe();
+    this.surface.draw();
+  }
+
+  describe() {
+    const words = this.points.filter(({ trail }) => trail.length).map(({ worker, trail }) => {
+      const last = trail.at(-1);
+      return `${worker.id}: ${amount(last.intensity)} FLOP per byte, ${percent(last.flops / worker.peak_flops)} of compute, ${percent(last.bytes / worker.peak_bytes)} of bandwidth`;
+    });
+    this.canvas.setAttribute("aria-label", `Roofline. ${words.join(". ") || "No worker has computed yet"}`);
+  }
+
+  paint(context, width, height) {
+    if (!this.points || !this.points.length) return;
+    const roofs = distinct(this.points.map(({ worker }) => worker));
+    const places = this.points.flatMap(({ trail }) => trail);
+    const ridges = roofs.map((roof) => roof.peak_flops / roof.peak_bytes);
+    const low = Math.min(...ridges.map((r) => r / 30), ...places.map((p) => p.intensity / 1.6));
+    const high = Math.max(...ridges.map((r) => r * 12), ...places.map((p) => p.intensity * 1.6));
+    const top = Math.max(...roofs.map((r) => r.peak_flops)) * 1.7;
+    const bottom = Math.min(...roofs.map((r) => r.peak_flops / 60), ...places.map((p) => p.flops / 1.6));
+    const [right, floor] = [width - RIGHT, height - BOTTOM];
+    const x = logScale(low, high, LEFT, right);
+    const y = logScale(bottom, top, floor, TOP);
+    this.axes(context, { low, high, bottom, top, x, y, right, floor });
+    for (const roof of roofs) this.roof(context, roof, { low, high, x, y, right, floor });
+    context.save();
+    context.beginPath();
+    context.rect(LEFT, 0, right - LEFT + RIGHT, floor);
+    context.clip();
+    const taken = [];
+    for (const point of this.points) this.point(context, point, x, y, right, taken);
+    context.restore();
+  }
+
+  axes(context, { low, high, bottom, top, x, y, right, floor }) {
+    for (const value of logTicks(low, high, 6)) {
+      line(context, [[x(value), TOP], [x(value), floor]], colour.grid, 1);
+      write(context, `${+value.toPrecision(2)}`, x(value), floor + 9, colour["ink-3"], "center");
+    }
+    for (const value of logTicks(bottom, top, 5)) {
+      line(context, [[LEFT, y(value)], [right, y(value)]], colour.grid, 1);
+      write(context, amount(value, "F/s"), LEFT - 6, y(value), colour["ink-3"], "right");
+    }
+    write(context, "FLOP per byte moved", right, floor + 23, colour["ink-3"], "right");
+  }
+
+  roof(context, roof, { low, high, x, y, right, floor }) {
+    const ridge = roof.peak_flops / roof.peak_bytes;
+    const corner = [x(ridge), y(roof.peak_flops)];
+    const begin = Math.max(low, 1e-12);
+    context.save();
+    context.beginPath();
+    context.rect(LEFT, 0, right - LEFT, floor);
+    context.clip();
+    context.beginPath();
+    context.moveTo(x(begin), y(begin * roof.peak_bytes));
+    context.lineTo(...corner);
+    context.lineTo(x(high), corner[1]);
+    context.lineTo(x(high), floor);
+    context.lineTo(x(begin), floor);
+    context.fillStyle = faded("queue", 0.1);
+    context.fill();
+    line(context, [[x(begin), y(begin * roof.peak_bytes)], corner, [x(high), corner[1]]], colour["ink-2"], 1.6);
+    line(context, [corner, [corner[0], floor]], colour.queue, 1, [2, 4]);
+    context.restore();
+    write(context, `compute ${amount(roof.peak_flops, "FLOP/s")}`, right - 2, corner[1] - 9, colour["ink-2"], "right");
+    const angle = Math.atan2(corner[1] - y(low * roof.peak_bytes), corner[0] - x(low));
+    context.save();
+    context.translate(corner[0] - 0.46 * (corner[0] - LEFT), y((ridge * (low / ridge) ** 0.46) * roof.peak_bytes));
+    context.rotate(angle);
+    write(context, `memory ${amount(roof.peak_bytes, "B/s")}`, 0, -8, colour["ink-2"], "center");
+    context.restore();
+  }
+
+  point(context, { worker, trail, works }, x, y, right, taken) {
+    if (!trail.length) return;
+    const hue = worker.role;
+    const path = trail.map((p) => [x(p.intensity), y(p.flops)]);
+    line(context, path, faded(hue, 0.35), 1.5);
+    const [px, py] = path.at(-1);
+    dot(context, px, py, 5, works ? colour[hue] : colour.panel, colour[hue]);
+    let place = py + 14;
+    while (taken.some(([tx, ty]) => Math.abs(tx - px) < 120 && Math.abs(ty - place) < 12)) place += 12;
+    taken.push([px, place]);
+    const last = trail.at(-1);
+    const share = last.flops / worker.peak_flops > last.bytes / worker.peak_bytes
+      ? `${percent(last.flops / worker.peak_flops)} of compute`
+      : `${percent(last.bytes / worker.peak_bytes)} of memory`;
+    const align = px > right - 110 ? "right" : px < LEFT + 70 ? "left" : "center";
+    write(context, `${worker.id} · ${share}`, px, place, colour[`${hue}-ink`], align);
+  }
+}
+
+/** One worker for each pair of ceilings: most have the same machine. */
+function distinct(workers) {
+  const found = new Map();
+  for (const worker of workers) {
+    const name = `${worker.peak_flops.toPrecision(2)} ${worker.peak_bytes.toPrecision(2)}`;
+    if (!found.has(name)) found.set(name, worker);
+  }
+  return [...found.values()];
+}

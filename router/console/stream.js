@@ -1,0 +1,144 @@
+// Server-sent events over fetch (EventSource cannot send an API key), and a connection that comes
+// back: after a restart of the router, a sleep of the laptop, a key that was missing.
+
+const SILENCE_MS = 6000; // an event comes twice a second: after so long nobody is there
+const HIDDEN_MS = 20000; // a page that nobody looks at for so long listens no more
+const LONGEST_MS = 4000; // between attempts
+
+export const key = {
+  value: "",
+  load() {
+    try {
+      this.value = sessionStorage.getItem("baton-key") || "";
+    } catch {
+      this.value = ""; // storage is blocked: the key holds until the page is left
+    }
+  },
+  set(value) {
+    this.value = value;
+    try {
+      sessionStorage.setItem("baton-key", value);
+    } catch {
+      // as above
+    }
+    document.dispatchEvent(new Event("keychange"));
+  },
+  headers() {
+    return this.value ? { authorization: `Bearer ${this.value}` } : {};
+  },
+};
+
+/** The events of a response as they come: {name, data}, where data is text. */
+export async function* read(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const event = { name: "message", data: "" };
+        for (const line of part.split("\n")) {
+          if (line.startsWith("event: ")) event.name = line.slice(7);
+          else if (line.startsWith("data: ")) event.data += line.slice(6);
+        }
+        if (event.data) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** Follows ``url`` for ever. ``onEvent(name, object)``; ``onState``: live | lost | locked. */
+export class Connection {
+  constructor(url, onEvent, onState) {
+    this.url = url;
+    this.onEvent = onEvent;
+    this.onState = onState;
+    this.failures = 0;
+    this.wake = () => {};
+    this.abort = new AbortController();
+    document.addEventListener("visibilitychange", () => this.look());
+    document.addEventListener("keychange", () => this.again());
+    addEventListener("online", () => this.again());
+  }
+
+  async run() {
+    for (;;) {
+      if (this.resting) await this.pause(Infinity);
+      const status = await this.follow();
+      if (this.resting) continue;
+      if (status === 401) {
+        this.onState("locked");
+        await this.pause(Infinity); // until there is another key
+      } else if (status !== "ended") {
+        this.failures += 1;
+        if (this.failures > 1 || status === "refused") this.onState("lost");
+        await this.pause(Math.min(LONGEST_MS, 200 * 2 ** Math.min(this.failures, 8)));
+      }
+    }
+  }
+
+  /** One connection, to its end: "ended", "broken", "refused", or an HTTP status. */
+  async follow() {
+    this.abort = new AbortController();
+    let heard = 0;
+    let timer = 0;
+    const listen = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => this.abort.abort(), SILENCE_MS);
+    };
+    try {
+      listen();
+      const options = { headers: key.headers(), signal: this.abort.signal, cache: "no-store" };
+      const response = await fetch(this.url, options);
+      if (!response.ok) return response.status === 401 ? 401 : "refused";
+      for await (const event of read(response)) {
+        listen();
+        heard += 1;
+        if (heard === 2) this.failures = 0; // the first one comes from a router that stops, too
+        this.onState("live");
+        this.onEvent(event.name, JSON.parse(event.data));
+      }
+      return heard > 1 ? "ended" : "broken";
+    } catch (error) {
+      if (error instanceof SyntaxError) throw error;
+      return heard ? "broken" : "refused";
+    } finally {
+      clearTimeout(timer);
+    }
+  }
+
+  /** Wait, but not past a wish to go on at once. */
+  pause(ms) {
+    return new Promise((resolve) => {
+      const timer = ms === Infinity ? 0 : setTimeout(resolve, ms);
+      this.wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
+  }
+
+  again() {
+    this.failures = 0;
+    this.resting = false;
+    this.abort.abort();
+    this.wake();
+  }
+
+  look() {
+    clearTimeout(this.hiding);
+    if (document.hidden) {
+      this.hiding = setTimeout(() => {
+        this.resting = true;
+        this.abort.abort();
+      }, HIDDEN_MS);
+    } else if (this.resting) {
+      this.again();
+    }
+  }
+}
