@@ -8,8 +8,8 @@ HEAD = """\
 # The boards, panel by panel
 
 Written by `make dashboards` from `services/dashboards/`, as the JSON in
-`deploy/observability/dashboards/` is: change it there. Each text is what Grafana shows at the panel's **i**, in
-brackets is its unit.
+`deploy/observability/dashboards/` is: change it there. Each text is what Grafana shows at a panel's
+**i**; in brackets is its unit.
 [observability.md](observability.md) says which panel to look at when.
 """
 
