@@ -17,7 +17,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -37,7 +36,11 @@ from router.errors import (
 from router.exposition import Exposed
 from router.job import GenRequest
 from router.keys import OPEN_PATHS, RequireKey
+from router.ledger import Ledger, Objectives
+from router.metrics import RouterMetrics
+from router.observe import Observe, Requests, note_failure, recorder_of
 from router.openai_api import ChatRequest, CompletionRequest, GenerationFields
+from router.recorder import ChoiceWatch
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
 from router.tokenizer import Detokenizer, TemplateError, Tokenizer
@@ -90,6 +93,7 @@ def create_api(
     app.add_middleware(
         RequireKey, keys=settings.config.api_keys, open_paths=OPEN_PATHS | {"/metrics"}
     )
+    app.add_middleware(Observe, requests=front.requests)  # the last one added is the outermost
     return app
 
 
@@ -101,7 +105,10 @@ class Front:
     ) -> None:
         self.config = settings.config
         self.dispatcher = Dispatcher(settings, discover)
-        self.collector: Exposed = CollectorRegistry()
+        self.ledger = Ledger(Objectives(self.config.slo_ttft_s, self.config.slo_tpot_s))
+        self.requests = Requests(settings.served_model, self.ledger)
+        self.metrics = RouterMetrics(settings, self.ledger, self.requests, self.dispatcher)
+        self.collector: Exposed = self.metrics.registry
         self.target: Target | None = None  # its metrics port, while it is open
         self._settings = settings
         self._loaded = tokenizer
@@ -114,10 +121,12 @@ class Front:
             folder = Path(self._settings.model_dir)
             self._loaded = await asyncio.to_thread(Tokenizer.load, folder)
         async with exposed_router(self.collector, self._settings) as self.target:
+            self.metrics.loop_lag.start()
             await self.dispatcher.start()
             try:
                 yield
             finally:
+                self.metrics.loop_lag.stop()
                 await self.dispatcher.close()
                 self.target = None
 
@@ -182,25 +191,39 @@ class Front:
         )
         headers = {"x-request-id": request_id}
         deltas = run_choices(self.dispatcher.generate, reply.choices)
+        recorder = recorder_of(http.scope)
+        assert recorder is not None, "these paths are observed"
+        recorder.tokenized(request_id, bool(request.stream), _watches(reply))
         if request.stream:
             chunks = completion.stream(
-                reply, deltas, request.include_usage, request.usage_in_all_chunks
+                reply,
+                deltas,
+                request.include_usage,
+                request.usage_in_all_chunks,
+                recorder.wrote,
             )
             config = self.config
             return AsgiResponse(
-                EventStream(chunks, headers, config.first_token_status_s, config.keep_alive_s)
+                EventStream(
+                    chunks,
+                    headers,
+                    config.first_token_status_s,
+                    config.keep_alive_s,
+                    recorder.failed,
+                )
             )
 
         async def collect() -> None:
             try:
-                async for _ in deltas:
-                    pass
+                async for delta in deltas:
+                    recorder.wrote(delta.choice.index, bool(delta.finish))
             finally:
                 await deltas.aclose()
 
         try:
             await unless_disconnected(http.receive, collect())
         except RequestError as error:
+            recorder.failed(error)
             return error_response(error, headers)
         return JSONResponse(reply.response(), headers=headers)
 
@@ -357,6 +380,8 @@ class Front:
                     raise TooLarge(f"the body is larger than {limit} bytes")
         except ClientDisconnect:
             raise ClientGone("the client has gone before its request was complete") from None
+        if (recorder := recorder_of(http.scope)) is not None:
+            recorder.read()
         fields = openai_api.parse_json(bytes(body))
         self._check_model(fields.get("model"))
         return fields
@@ -367,6 +392,16 @@ class Front:
 
 
 # --- errors and plumbing ------------------------------------------------------------------------
+
+
+def _watches(reply: Reply) -> list[ChoiceWatch]:
+    """What is to be observed of the answers; a prompt counts with the first of its answers."""
+    return [
+        ChoiceWatch(
+            0 if choice.index % reply.n else len(choice.request.ids), choice.ids, choice.marks
+        )
+        for choice in reply.choices
+    ]
 
 
 class AsgiResponse(Response):
@@ -388,6 +423,7 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
 
 async def _on_request_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    note_failure(http.scope, error)
     asked = http.headers.get("x-request-id", "")
     known = openai_api.REQUEST_ID.fullmatch(asked)
     return error_response(error, {"x-request-id": asked} if known else None)
@@ -399,6 +435,7 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
     answer = RequestError(f"{http.method} {http.url.path:.200}: {error.detail}")
     answer.status = error.status_code
     answer.kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    note_failure(http.scope, answer)
     return error_response(answer, dict(error.headers or {}))
 
 

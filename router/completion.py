@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.job import Chunk, Enough, GenRequest
+from router.marks import Marks
 from router.tokenizer import Detokenizer
 
-Generate = Callable[[GenRequest], AsyncGenerator[Chunk, None]]
+Generate = Callable[[GenRequest, Marks], AsyncGenerator[Chunk, None]]
+
+Wrote = Callable[[int, bool], None]
+"""(index of a choice, whether it is finished): something of it is with the client."""
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Choice:
     stop_reason: str | int | None = None  # the stop string or token id, eos excepted
     cached_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
+    marks: Marks = field(default_factory=Marks)  # what happens to it when
 
     def push(self, chunk: Chunk) -> Delta:
         """Take new ids; what they add to the answer."""
@@ -101,7 +106,7 @@ async def run_choices(generate: Generate, choices: Sequence[Choice]) -> AsyncGen
 
 
 async def _run_choice(generate: Generate, choice: Choice) -> AsyncGenerator[Delta, None]:
-    chunks = generate(choice.request)
+    chunks = generate(choice.request, choice.marks)
     try:
         async for chunk in chunks:
             yield choice.push(chunk)
@@ -227,11 +232,16 @@ class Reply:
 
 
 async def stream(
-    reply: Reply, deltas: AsyncGenerator[Delta, None], include_usage: bool, usage_always: bool
+    reply: Reply,
+    deltas: AsyncGenerator[Delta, None],
+    include_usage: bool,
+    usage_always: bool,
+    wrote: Wrote,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a stream, without framing and ``[DONE]``; one for each token that shows.
 
-    Takes ``deltas`` over, and closes them.
+    Takes ``deltas`` over, and closes them. Whoever reads has to send a chunk before it asks for the
+    next one: then ``wrote`` is called.
     """
     begun: set[int] = set()
 
@@ -248,6 +258,7 @@ async def stream(
                 yield with_usage(reply.role_chunk(delta.choice))
             if delta.text or delta.finish or reply.return_token_ids:
                 yield with_usage(reply.chunk(delta, first))
+                wrote(delta.choice.index, bool(delta.finish))
         if include_usage:
             yield reply.usage_chunk()
     finally:

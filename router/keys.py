@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Set
 from hashlib import sha256
 
 from router.errors import Unauthorized
+from router.observe import App, note_failure
 from router.sse import Message, Receive, Send, send_error
 
 OPEN_PATHS = frozenset(("/health", "/ready"))  # need no API key
-
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
@@ -31,6 +30,7 @@ class RequireKey:
             known = [hmac.compare_digest(digest, one) for one in self._digests]
             if scheme.lower() != b"bearer" or not any(known):
                 error = Unauthorized("no API key, or not one of this server's")
+                note_failure(scope, error)
                 await send_error(send, error, {"www-authenticate": "Bearer"})
                 return
         await self._app(scope, receive, send)

@@ -6,7 +6,6 @@ Knows neither what the events say nor how they are made.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
@@ -59,7 +58,9 @@ class EventStream:
         headers: dict[str, str],
         status_after_s: float,
         keep_alive_s: float,
+        on_error: Callable[[RequestError], None] = lambda error: None,
     ) -> None:
+        self._on_error = on_error  # it ends by this, before or after its first byte
         self._chunks = chunks
         self._headers = headers
         self._status_after_s = status_after_s
@@ -69,8 +70,9 @@ class EventStream:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Send it all; when the client goes away, the chunks are closed."""
         try:
-            with contextlib.suppress(ClientGone):
-                await unless_disconnected(receive, self._run(send))
+            await unless_disconnected(receive, self._run(send))
+        except ClientGone as gone:
+            self._on_error(gone)
         finally:
             await self._chunks.aclose()
 
@@ -78,8 +80,10 @@ class EventStream:
         first = asyncio.ensure_future(anext(self._chunks))
         try:
             await asyncio.wait((first,), timeout=self._status_after_s)
-            if first.done() and (error := first.exception()) is not None:
-                await send_error(send, as_request_error(error), self._headers)
+            if first.done() and (reason := first.exception()) is not None:
+                error = as_request_error(reason)
+                self._on_error(error)
+                await send_error(send, error, self._headers)
             else:
                 await self._stream(first, send)
         finally:
@@ -98,8 +102,10 @@ class EventStream:
                 await self._event(send, chunk)
         except ClientGone:
             raise
-        except Exception as error:  # the answer cannot go on; the client is told
-            await self._event(send, as_request_error(error).body())
+        except Exception as reason:  # the answer cannot go on; the client is told
+            error = as_request_error(reason)
+            self._on_error(error)
+            await self._event(send, error.body())
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)

@@ -74,6 +74,7 @@ def router_settings(
         model_dir=str(folder),
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",
+        replicas=tuple((role, pool.replicas) for role, pool in config.pools()),
         secret=secret,
         metrics_host=host,
         metrics_port=config.metrics_port,
