@@ -40,16 +40,20 @@ def with_budgets(settings: WorkerSettings, runner: ModelRunner) -> EngineConfig:
 def budget_key(settings: WorkerSettings) -> dict[str, str | int]:
     """All that the speed of a step depends on."""
     config = settings.engine
-    on_cuda = config.device == "cuda"
     return {
         "weights": settings.weights,
         "weights_dtype": config.weights_dtype,
         "dtype": config.dtype,
-        "processor": torch.cuda.get_device_name() if on_cuda else processor_name(),
+        "processor": device_name(config.device),
         "threads": config.threads,
         "product": _version(),
         "kernels": kernel_folder().name,
     }
+
+
+def device_name(device: str) -> str:
+    """What computes: a GPU, or this host's processor."""
+    return torch.cuda.get_device_name() if device == "cuda" else processor_name()
 
 
 def _version() -> str:

@@ -30,8 +30,10 @@ from services.model_cache import cache_dir, locked
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
-"""History: 1 first. Bump when the same model would be timed, or would compute, differently."""
+VERSION = 2
+"""History: 1 first; 2 files hold any "value". Bump when the same would be timed, or would compute,
+differently.
+"""
 
 TARGET_S = 0.25
 LOWEST = 64  # smaller steps would mostly read weights
@@ -152,25 +154,25 @@ def cached(
         try:
             stack.enter_context(locked(path, log.info))
         except OSError as error:
-            log.warning("token budgets are measured at each start: %s", error)
+            log.warning("what was measured cannot be kept, so each start measures: %s", error)
             return measure(), False
         known = _read(path, named)
         if known is not None:
             return known, True
-        tokens = measure()
+        value = measure()
         try:
-            _write(path, {"key": named, "tokens": tokens})
+            _write(path, {"key": named, "value": value})
         except OSError as error:
-            log.warning("the token budget is not kept: %s", error)
-        return tokens, False
+            log.warning("what was measured is not kept: %s", error)
+        return value, False
 
 
 def _read(path: Path, key: Mapping[str, str | int]) -> float | None:
     try:
         entry = json.loads(path.read_bytes())
-        tokens = float(entry["tokens"])
-        if entry["key"] == key and math.isfinite(tokens) and tokens > 0:
-            return tokens
+        value = float(entry["value"])
+        if entry["key"] == key and math.isfinite(value) and value > 0:
+            return value
         reason = "it holds something else"
     except FileNotFoundError:
         return None

@@ -168,11 +168,11 @@ def test_what_differs_is_measured(
         b"",
         b"\xff\xfe",
         b"[]",
-        b'{"tokens": 5}',
-        b'{"key": {}, "tokens": 5}',
+        b'{"value": 5}',
+        b'{"key": {}, "value": 5}',
         *(
-            json.dumps({"key": {**KEY, "version": measure.VERSION}, "tokens": tokens}).encode()
-            for tokens in ("many", None, [], -3, 0, float("nan"), float("inf"))
+            json.dumps({"key": {**KEY, "version": measure.VERSION}, "value": value}).encode()
+            for value in ("many", None, [], -3, 0, float("nan"), float("inf"))
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_made_costs_a_line(
     folder = tmp_path / "file" / "x"
     assert measure.cached(KEY, lambda: 7.0, folder) == (7.0, False)
     assert measure.cached(KEY, lambda: 8.0, folder) == (8.0, False)
-    assert "measured at each start" in caplog.text
+    assert "each start measures" in caplog.text
 
 
 def test_a_disk_that_is_full_costs_a_line(
