@@ -80,6 +80,7 @@ class _Open:
     pulling: _Pulling | None = None
     spans: RequestSpans | None = None  # when it is traced
     arrived: float | None = None  # a prompt to be computed here; until its first token
+    admitted: float | None = None  # with KV that was pulled; until its first token here
 
     @property
     def stage(self) -> Stage:
@@ -308,6 +309,7 @@ class DecodeService:
         params = sampling_params(message.sampling)
         self._engine.admit(key, unpack_ids(message.ids), message.num_prompt, params)
         opened.reserved = opened.pulling = None
+        opened.admitted = now
         self.stats.ends["ok"] += 1
         if opened.spans is not None:
             opened.spans.admitted(intake)
@@ -322,7 +324,9 @@ class DecodeService:
         opened = self._open.get(output.key)
         if opened is None:
             return False
-        self._outbox.put(opened.link, _message(output))
+        since = opened.admitted if opened.arrived is None else opened.arrived
+        self._outbox.put(opened.link, _message(output, since, now))
+        opened.admitted = None
         if opened.spans is not None:
             opened.spans.token(output, now)
         if opened.arrived is not None and output.finish != ERROR:
@@ -384,7 +388,19 @@ class DecodeService:
         assert self._settling.keys() == self._engine.quarantined
 
 
-def _message(output: Output) -> wire.Tokens | wire.Failed:
+def _message(output: Output, since: float | None, now: float) -> wire.Tokens | wire.Failed:
+    """``since``: when it was admitted here, for its first token."""
     if output.finish == ERROR:
         return wire.Failed(*output.key, kind="internal", message=NOT_FINITE)
-    return wire.Tokens(*output.key, output.index, (output.token,), output.finish, output.num_cached)
+    queue_ms = compute_ms = 0.0
+    if since is not None:
+        queue_ms, compute_ms = (output.started - since) * 1000, (now - output.started) * 1000
+    return wire.Tokens(
+        *output.key,
+        output.index,
+        (output.token,),
+        output.finish,
+        output.num_cached,
+        queue_ms,
+        compute_ms,
+    )
