@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import completion, openai_api
-from router.completion import Choice, Reply, run_choices
+from router.choices import make_choices, watches
+from router.completion import Reply, run_choices
 from router.config import RouterSettings
 from router.dispatch import Dispatcher
 from router.errors import (
@@ -31,19 +30,23 @@ from router.errors import (
     NotFound,
     RequestError,
     TooLarge,
-    as_request_error,
 )
 from router.exposition import Exposed
-from router.job import GenRequest
 from router.keys import OPEN_PATHS, RequireKey
 from router.ledger import Ledger, Objectives
 from router.metrics import RouterMetrics
-from router.observe import Observe, Requests, note_failure, recorder_of
+from router.observe import Observe, Requests, recorder_of
 from router.openai_api import ChatRequest, CompletionRequest, GenerationFields
-from router.recorder import ChoiceWatch
+from router.responses import (
+    AsgiResponse,
+    error_response,
+    on_exception,
+    on_http_exception,
+    on_request_error,
+)
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
-from router.tokenizer import Detokenizer, TemplateError, Tokenizer
+from router.tokenizer import TemplateError, Tokenizer
 from router.version import version
 from router.wire import WorkerCard
 
@@ -87,9 +90,9 @@ def create_api(
     for method, path, handler in routes:
         methods = [method, "HEAD"] if path in ("/health", "/ready") else [method]
         app.add_api_route(path, handler, methods=methods, response_model=None)
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_exception)
     app.add_middleware(
         RequireKey, keys=settings.config.api_keys, open_paths=OPEN_PATHS | {"/metrics"}
     )
@@ -184,7 +187,7 @@ class Front:
             chat=chat,
             model=self._settings.served_model,
             created=int(time.time()),
-            choices=self._choices(request, prompts, request_id),
+            choices=make_choices(request, prompts, request_id, self.tokenizer),
             prompts=prompts,
             n=request.n or 1,
             return_token_ids=bool(request.return_token_ids),
@@ -193,7 +196,7 @@ class Front:
         deltas = run_choices(self.dispatcher.generate, reply.choices)
         recorder = recorder_of(http.scope)
         assert recorder is not None, "these paths are observed"
-        recorder.tokenized(request_id, bool(request.stream), _watches(reply))
+        recorder.tokenized(request_id, bool(request.stream), watches(reply))
         if request.stream:
             chunks = completion.stream(
                 reply,
@@ -226,34 +229,6 @@ class Front:
             recorder.failed(error)
             return error_response(error, headers)
         return JSONResponse(reply.response(), headers=headers)
-
-    def _choices(
-        self, request: GenerationFields, prompts: list[list[int]], request_id: str
-    ) -> list[Choice]:
-        n = request.n or 1
-        seed = int.from_bytes(os.urandom(8), "big") if request.seed is None else request.seed
-        salt = b""
-        if request.cache_salt is not None:
-            salt = blake2b(request.cache_salt.encode(), digest_size=16).digest()
-        include_stop = bool(request.include_stop_str_in_output)
-        choices = []
-        for index in range(len(prompts) * n):
-            sampling = openai_api.sampling(request, seed, index % n, self.tokenizer.eos_ids)
-            detokenizer = Detokenizer(
-                self.tokenizer,
-                request.stop_strings,
-                include_stop,
-                request.skip_special_tokens is not False,
-                request.min_tokens or 0,
-                follows_text=not isinstance(request, ChatRequest),
-            )
-            generation = GenRequest(
-                tuple(prompts[index // n]), sampling, request.limit, salt, request_id
-            )
-            choices.append(
-                Choice(index, generation, detokenizer, include_stop, eos_ids=self.tokenizer.eos_ids)
-            )
-        return choices
 
     # --- text and ids ----------------------------------------------------------------------------
 
@@ -389,55 +364,3 @@ class Front:
     def _request_id(self, http: Request, request: GenerationFields) -> str:
         asked = request.request_id or http.headers.get("x-request-id", "")
         return asked if openai_api.REQUEST_ID.fullmatch(asked) else os.urandom(16).hex()
-
-
-# --- errors and plumbing ------------------------------------------------------------------------
-
-
-def _watches(reply: Reply) -> list[ChoiceWatch]:
-    """What is to be observed of the answers; a prompt counts with the first of its answers."""
-    return [
-        ChoiceWatch(
-            0 if choice.index % reply.n else len(choice.request.ids), choice.ids, choice.marks
-        )
-        for choice in reply.choices
-    ]
-
-
-class AsgiResponse(Response):
-    """A response that is an ASGI application itself."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__()
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
-        await self._app(scope, receive, send)
-
-
-def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error as the OpenAI API writes it."""
-    return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
-
-
-async def _on_request_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    note_failure(http.scope, error)
-    asked = http.headers.get("x-request-id", "")
-    known = openai_api.REQUEST_ID.fullmatch(asked)
-    return error_response(error, {"x-request-id": asked} if known else None)
-
-
-async def _on_http_exception(http: Request, error: Exception) -> Response:
-    """What the framework refuses by itself: no such path, or not with this method."""
-    assert isinstance(error, HTTPException)
-    answer = RequestError(f"{http.method} {http.url.path:.200}: {error.detail}")
-    answer.status = error.status_code
-    answer.kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-    note_failure(http.scope, answer)
-    return error_response(answer, dict(error.headers or {}))
-
-
-async def _on_exception(http: Request, error: Exception) -> Response:
-    return error_response(as_request_error(error))

@@ -392,15 +392,8 @@ def _message(output: Output, since: float | None, now: float) -> wire.Tokens | w
     """``since``: when it was admitted here, for its first token."""
     if output.finish == ERROR:
         return wire.Failed(*output.key, kind="internal", message=NOT_FINITE)
-    queue_ms = compute_ms = 0.0
-    if since is not None:
-        queue_ms, compute_ms = (output.started - since) * 1000, (now - output.started) * 1000
-    return wire.Tokens(
-        *output.key,
-        output.index,
-        (output.token,),
-        output.finish,
-        output.num_cached,
-        queue_ms,
-        compute_ms,
-    )
+    tokens = (output.index, (output.token,), output.finish, output.num_cached)
+    if since is None:
+        return wire.Tokens(*output.key, *tokens)
+    waited_ms, computed_ms = (output.started - since) * 1000, (now - output.started) * 1000
+    return wire.Tokens(*output.key, *tokens, waited_ms, computed_ms)

@@ -1,0 +1,56 @@
+"""Answers as HTTP responses, and errors as the OpenAI API writes them (Starlette)."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router import openai_api
+from router.errors import RequestError, as_request_error
+from router.observe import note_failure
+
+
+class AsgiResponse(Response):
+    """A response that is an ASGI application itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        await self._app(scope, receive, send)
+
+
+def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error as the whole response."""
+    return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+# --- handlers of exceptions: who is asked for what becomes of a request that nobody has answered --
+
+
+async def on_request_error(http: Request, error: Exception) -> Response:
+    """What a handler has refused."""
+    assert isinstance(error, RequestError)
+    note_failure(http.scope, error)
+    asked = http.headers.get("x-request-id", "")
+    known = openai_api.REQUEST_ID.fullmatch(asked)
+    return error_response(error, {"x-request-id": asked} if known else None)
+
+
+async def on_http_exception(http: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    answer = RequestError(f"{http.method} {http.url.path:.200}: {error.detail}")
+    answer.status = error.status_code
+    answer.kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    note_failure(http.scope, answer)
+    return error_response(answer, dict(error.headers or {}))
+
+
+async def on_exception(http: Request, error: Exception) -> Response:
+    """Our mistake. It is raised further as well, for the server's log."""
+    return error_response(as_request_error(error))
