@@ -23,9 +23,11 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from router.completion import Reply
 from router.observation import Observation
-from router.request_spans import parts_of, seen_of, span_name
-from router.tracing import Attribute, Span
+from router.openai_api import GenerationFields
+from router.request_spans import answered, asked, parts_of, seen_of, span_name
+from router.tracing import Span
 from router.version import version
 
 MAX_QUEUE = 4096  # spans that wait to be sent; the oldest of more are dropped
@@ -51,13 +53,15 @@ class Trace:
         carrier: dict[str, str] = {}
         self._tracing = tracing
         self._span = span
+        self._reply: Reply | None = None
         self._context = trace.set_span_in_context(span, Context())
         _W3C.inject(carrier, self._context)
         self.parent = carrier["traceparent"]
 
-    def note(self, attributes: Mapping[str, Attribute]) -> None:
-        """Something more that is known of the request."""
-        self._span.set_attributes(dict(attributes))
+    def answering(self, request: GenerationFields, reply: Reply) -> None:
+        """The request is understood, and this will be the answer."""
+        self._reply = reply
+        self._span.set_attributes(asked(request, reply.id))
 
     def end(self, seen: Observation, origin: float) -> None:
         """The request is over; ``origin`` is its moment 0, of ``time.monotonic``."""
@@ -65,7 +69,9 @@ class Trace:
         try:
             for part in parts_of(seen, origin):
                 self._tracing.make(part, self._context)
-            self._span.set_attributes(dict(seen_of(seen)))
+            self._span.set_attributes(seen_of(seen))
+            if self._reply is not None:
+                self._span.set_attributes(answered(choice.finish for choice in self._reply.choices))
             _end(self._span, origin + seen.ended_at, seen.error_type)
         except Exception:  # a request never fails for a span's sake
             log.exception("a request's span is lost")
