@@ -23,7 +23,7 @@ OBJECTIVE = "baton_slo_objective_seconds"
 BUDGET = "baton:slo_budget:ratio"  # of deploy/observability/rules.yaml, like the burn rates
 
 GOOD = 'verdict="good"'
-OUR_FAULT = 'error_type=~"overload|unavailable|deadline|internal"'
+NOT_OURS = 'error_type!~"overload|unavailable|deadline|internal"'  # always has series: ok
 FAIR = 'error_type!~"validation|not_found"'  # what we could have served
 
 
@@ -51,7 +51,7 @@ def _summary() -> tuple[Panel, ...]:
             "Failed by us",
             "Share of the requests that ended with an error which is not the client's: overload, "
             "no worker, deadline, internal. These count as bad above as well.",
-            (Query(share(total(increase(ASKED, OUR_FAULT)), total(increase(ASKED)))),),
+            (Query(f"1 - {share(total(increase(ASKED, NOT_OURS)), total(increase(ASKED)))}"),),
             Kind.STAT, unit="percentunit", width=3, height=4,
         ),
         Panel(
@@ -179,7 +179,7 @@ def _latency() -> tuple[Panel, ...]:
         ),
         Panel(
             "Whole requests that succeeded",
-            "From the request fully read to its last byte. Long answers are long, not slow.",
+            "From a request's headers to its last byte. Long answers are long, not slow.",
             tuple(
                 Query(quantile(q, "baton_request_duration_seconds", 'code="200"'), name)
                 for q, name in QUANTILES
