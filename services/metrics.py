@@ -20,12 +20,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvtransfer.exporter import Exporter
+from kvtransfer.puller import Puller
 from router import wire
 from router.buckets import Tally
-from services.engine.budget import SchedulerStats
-from services.engine.config import EngineConfig
-from services.engine.meter import StepMeter
+from services.engine.engine import Engine
 from services.pulls import PullStats
+from services.settings import WorkerSettings
 from services.tallies import WorkerTallies
 
 _IN_USE = ("active", "leased", "quarantined")  # states of blocks that nobody new can have
@@ -35,41 +35,37 @@ Values = float | Mapping[str, float]
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the numbers are that the worker keeps anyway."""
+    """The parts of a worker that have numbers."""
 
-    config: EngineConfig
-    load: Callable[[], wire.Load]  # the latest report
-    steps: SchedulerStats
-    meter: StepMeter
+    engine: Engine
     pulls: PullStats
     exporter: Exporter
-    num_pulling: Callable[[], int]  # pulls whose outcome is open
-    rebuild_count: Callable[[], int]  # of the KV transport
+    puller: Puller
+    tallies: WorkerTallies
     lag: Tally  # of the event loop
+    load: Callable[[], wire.Load]  # the latest report
 
 
-def registry_of(
-    names: Mapping[str, str], transport: str, tallies: WorkerTallies, sources: Sources
-) -> CollectorRegistry:
-    """The metrics of one worker. ``names``: labels of all its series, model, role and replica."""
+def registry_of(settings: WorkerSettings, transport: str, sources: Sources) -> CollectorRegistry:
+    """The metrics of one worker; they are read when somebody collects them."""
+    names = {
+        "model": settings.served_model,
+        "role": settings.role,
+        "replica": settings.worker_id,
+    }
     registry = CollectorRegistry()
-    registry.register(_Reader(names, transport, tallies, sources))
+    registry.register(_Reader(names, transport, sources))
     return registry
 
 
 class _Reader(Collector):
-    """Makes families of what is there now."""
+    """Makes families of what is there now. ``names``: labels that all series have, but for those of
+    the process.
+    """
 
-    def __init__(
-        self,
-        names: Mapping[str, str],
-        transport: str,
-        tallies: WorkerTallies,
-        sources: Sources,
-    ) -> None:
+    def __init__(self, names: Mapping[str, str], transport: str, sources: Sources) -> None:
         self._names = dict(names)
         self._transport = {"transport": transport}
-        self._tallies = tallies
         self._sources = sources
 
     def describe(self) -> list[Metric]:
@@ -89,7 +85,8 @@ class _Reader(Collector):
         yield lag
 
     def _engine(self) -> Iterator[Metric]:
-        load, steps, meter = self._sources.load(), self._sources.steps, self._sources.meter
+        load, tallies = self._sources.load(), self._sources.tallies
+        steps, meter = self._sources.engine.scheduler.stats, tallies.meter
         requests = {"running": load.running, "waiting": load.waiting}
         yield self._gauge("baton_engine_requests", "Sequences of the engine", requests, "state")
         text = "Tokens of these that are still to be computed"
@@ -105,7 +102,6 @@ class _Reader(Collector):
         yield self._counter("baton_engine_busy_seconds_total", text, meter.total.seconds)
         text = "Seconds between steps"
         yield self._counter("baton_engine_idle_seconds_total", text, meter.idle_s)
-        tallies = self._tallies
         text = "Length of a step"
         yield self._histogram("baton_engine_step_seconds", text, tallies.step_s)
         text = "Tokens computed in a step"
@@ -118,7 +114,8 @@ class _Reader(Collector):
         yield self._histogram("baton_engine_prefill_seconds", text, tallies.prefill_s)
 
     def _blocks(self) -> Iterator[Metric]:
-        config, steps = self._sources.config, self._sources.steps
+        engine = self._sources.engine
+        config, steps = engine.config, engine.scheduler.stats
         blocks = self._sources.load().blocks
         used = sum(blocks[state] for state in _IN_USE)
         text = "Share of the KV blocks that requests, leases or late pulls hold"
@@ -146,16 +143,16 @@ class _Reader(Collector):
         text = "Pulls of parts of a prompt that was still being computed"
         yield self._counter("baton_kv_transfer_parts_total", text, pulls.parts, "result")
         text = "Tickets whose blocks are kept for a pull (send), and pulls (recv)"
-        in_flight = {"send": leases, "recv": sources.num_pulling()}
+        in_flight = {"send": leases, "recv": sources.puller.num_in_flight}
         yield self._gauge("baton_kv_transfer_in_flight", text, in_flight, "side")
         yield self._gauge("baton_kv_leases", "Tickets whose blocks are kept for a pull", leases)
         text = "Tickets that nobody released in time"
         yield self._counter("baton_kv_leases_expired_total", text, sources.exporter.expired_count)
         text = "Transports that were replaced, since pulls of them did not end"
-        yield self._counter("baton_kv_agent_rebuilds_total", text, sources.rebuild_count())
+        yield self._counter("baton_kv_agent_rebuilds_total", text, sources.puller.rebuild_count)
 
     def _pulls(self) -> Iterator[Metric]:
-        tallies, fixed = self._tallies, self._transport
+        tallies, fixed = self._sources.tallies, self._transport
         text = "Pulls of KV blocks that arrived, early ones as well: time by phase"
         same = {**self._names, **fixed}
         seconds = HistogramMetricFamily("baton_kv_transfer_seconds", text, labels=(*same, "phase"))
@@ -168,7 +165,7 @@ class _Reader(Collector):
         yield self._histogram("baton_kv_transfer_blocks", text, tallies.pull_blocks, **fixed)
 
     def _roofline(self) -> Iterator[Metric]:
-        meter = self._sources.meter
+        meter = self._sources.tallies.meter
         now = meter.utilisation(time.monotonic())
         text = "Operations per second that this machine can do, measured at start"
         yield self._gauge("baton_roofline_peak_flops", text, meter.ceilings.flops_s)

@@ -1,9 +1,10 @@
-"""Durations and sizes that only metrics want to know (pure); the engine's thread adds to them."""
+"""What only metrics want to know: durations, sizes, work (pure); for the engine's thread."""
 
 from collections.abc import Sequence
 
 from kvtransfer.pull_events import Arrived
 from router.buckets import TOKENS, TTFT, Tally
+from services.engine.meter import StepMeter
 from services.engine.scheduler import Row
 
 # Upper borders of buckets.
@@ -21,15 +22,20 @@ BLOCKS = tuple(border for border in TOKENS if border <= 20_000)
 class WorkerTallies:
     """One worker's."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: StepMeter | None = None) -> None:
+        self.meter = meter or StepMeter()
         self.step_s, self.step_tokens, self.step_seqs = Tally(STEP), Tally(TOKENS), Tally(SEQUENCES)
         self.queue_s, self.prefill_s = Tally(WAIT), Tally(WAIT)
         self.pull_s = {phase: Tally(PULL) for phase in ("queue", "wire", "seals", "total")}
         self.pull_bytes, self.pull_blocks = Tally(BYTES), Tally(BLOCKS)
 
-    def on_step(self, rows: Sequence[Row], seconds: float) -> None:
-        """A step has run."""
-        self.step_s.add(seconds)
+    def on_turn(self, rows: Sequence[Row], began: float, ended: float) -> None:
+        """A turn of the engine's loop: with a step of these rows, or without any."""
+        if not rows:
+            self.meter.waited(ended)
+            return
+        self.meter.stepped(rows, began, ended)
+        self.step_s.add(ended - began)
         self.step_tokens.add(sum(len(row.ids) for row in rows))
         self.step_seqs.add(len(rows))
 

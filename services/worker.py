@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -33,22 +32,25 @@ from kvtransfer.transports import open_transport
 from router import wire
 from router.exposition import Exposed, Exposition
 from router.link import Link, WorkerServer, serve_worker
+from router.loop_lag import LoopLag
 from router.tracing import open_tracing
 from services.budget import with_budgets
+from services.ceilings import machine_ceilings
 from services.decode import DecodeService
 from services.engine.compiled import compile_all
 from services.engine.engine import Engine
 from services.engine.footprint import num_bytes
-from services.engine.model import Model
-from services.engine.model_config import read_config
+from services.engine.meter import StepMeter
 from services.engine.runner import ModelRunner
-from services.engine.weights import read_weights
 from services.engine_loop import EngineLoop
+from services.load_model import load_model
 from services.machine import give_way
+from services.metrics import Sources, registry_of
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
 from services.roles import LAST_PULLS_S, Roles, ends_sequences
 from services.settings import WorkerSettings
+from services.tallies import WorkerTallies
 from services.tracing import WorkerTracing
 from services.watchdog import Watchdog
 
@@ -71,14 +73,6 @@ class _Router:
         self.link.send(*messages)
 
 
-@functools.lru_cache(maxsize=1)
-def load_model(folder: str, dtype: str, device: str, int8: bool) -> Model:
-    """The model of a folder; workers of one process share it."""
-    path = Path(folder)
-    kind = getattr(torch, dtype)
-    return Model(read_config(path), read_weights(path), kind, torch.device(device), int8)
-
-
 class Worker:
     """Lives from :meth:`start` to :meth:`close`; one incarnation, with an epoch of its own."""
 
@@ -88,6 +82,7 @@ class Worker:
         self.card: wire.WorkerCard | None = None
         self.on_load: Callable[[wire.Load], None] = lambda load: None
         self.collector: Exposed = CollectorRegistry()
+        self._lag = LoopLag()
         self._load: wire.Load | None = None
         self._routers: dict[Link, _Router] = {}
         self._heartbeat: asyncio.Task[None] | None = None
@@ -138,6 +133,7 @@ class Worker:
             metrics_port=self._exposition.port,
         )
         self._loop.start()
+        self._lag.start()
         self._heartbeat = asyncio.create_task(self._beat())
         return self.card
 
@@ -157,7 +153,6 @@ class Worker:
             block_size=config.block_size,
             dtype=config.dtype,
         )
-        fingerprint = self.layout.fingerprint()
         self.region = Region(self.layout, config.kv_blocks, config.device)
         plan = parse_faults(settings.pull_faults)
         self._faults = None if plan is None else Faults(plan, settings.worker_id)
@@ -172,7 +167,17 @@ class Worker:
         if config.device == "cpu":
             compile_all()  # here, where it may take half a minute, and not in the middle of serving
         runner = ModelRunner(model, self.region, self.epoch, settings.checksums)
+        # Both are timed while nothing else runs here.
+        costs = model.step_costs(self.region.kv.element_size())
+        self._tallies = WorkerTallies(StepMeter(costs.of, machine_ceilings(config)))
         self.engine = Engine(with_budgets(settings, runner), runner)
+        self._build_roles(transport, shape.vocab_size)
+        runner.pause = self._loop.pause
+
+    def _build_roles(self, transport: Transport, vocab_size: int) -> None:
+        """The threads, and what they say and count."""
+        settings, tallies = self.settings, self._tallies
+        fingerprint = self.layout.fingerprint()
         outbox = Outbox(lambda batch: self._call_soon(self._deliver, batch))
         importer = Importer(
             self.region,
@@ -180,6 +185,7 @@ class Worker:
             settings.checksums,
             settings.pull_stall_s,
             self._open_transport,
+            clock=time.monotonic,
         )
         self._puller = Puller(importer, self._on_events)
         exporter = Exporter(
@@ -188,27 +194,35 @@ class Worker:
         self._tracing = open_tracing(settings.tracing_endpoint, settings.role, settings.worker_id)
         record = self._tracing.record if self._tracing is not None else None
         tracing = WorkerTracing(settings.worker_id, record)
+        prefill = PrefillService(self.engine, exporter, outbox, tracing, tallies)
+        decode = DecodeService(
+            self.engine, self._puller, outbox, fingerprint, settings.secret, tracing, tallies
+        )
         self.roles = Roles(
             self.engine,
-            PrefillService(self.engine, exporter, outbox, tracing),
-            DecodeService(self.engine, self._puller, outbox, fingerprint, settings.secret, tracing),
+            prefill,
+            decode,
             outbox,
-            shape.vocab_size,
+            vocab_size,
             transport.name,
             lambda load: self._call_soon(self._report, load),
             lambda: self._call_soon(self._drained.set),
             self._transfers,
+            tallies.meter,
         )
         self._load = self.roles.load()
-        self._loop = EngineLoop(self.engine, self.roles)
-        if settings.role == "prefill" and config.device == "cpu":
+        self._loop = EngineLoop(self.engine, self.roles, observe=tallies.on_turn)
+        if settings.role == "prefill" and settings.engine.device == "cpu":
             # A reader waits for each token of a decode worker, but for all of a prompt at once.
             self._loop.submit(give_way)
-        runner.pause = self._loop.pause
         self._watchdogs = (
             Watchdog("the engine", settings.stall_s, lambda: self._loop.beats),
             Watchdog("the KV puller", settings.stall_s, lambda: self._puller.beats),
         )
+        sources = Sources(
+            self.engine, decode.stats, exporter, self._puller, tallies, self._lag.tally, self.load
+        )
+        self.collector = registry_of(settings, transport.name, sources)
 
     def _open_transport(self, build: int = 0) -> Transport:
         """The KV transport, or another one in its place; how peers reach it goes into the card."""
@@ -274,6 +288,7 @@ class Worker:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        self._lag.stop()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self.card is None:

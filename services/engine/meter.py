@@ -62,13 +62,6 @@ class StepMeter:
         # By second, modulo their number. One more than is summed up: the current one is not full.
         self._slots = [(-1, Work())] * (RECENT_S + 1)
 
-    def turn(self, rows: Sequence[Row], began: float, ended: float) -> None:
-        """A turn of the engine's loop: with a step of these rows, or without any."""
-        if rows:
-            self.stepped(rows, began, ended)
-        else:
-            self.waited(ended)
-
     def waited(self, now: float) -> None:
         """No step ran since the last call, or since the step that was told last."""
         if self._since is not None:

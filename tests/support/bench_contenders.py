@@ -28,8 +28,8 @@ from services.engine.config import EngineConfig
 from services.engine.engine import Engine
 from services.engine.runner import ModelRunner
 from services.engine.sequence import Key, SamplingParams
+from services.load_model import load_model
 from services.measure import clamped, tokens_in_time
-from services.worker import load_model
 from tests.support.bench import Case, Timing
 from tests.support.roofline import Ceilings, Shape
 
