@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers bench-step bench-tools bench-loadtest proof clean
+	bench-engine bench-peers bench-step bench-tools bench-loadtest proof dashboards clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -69,6 +69,9 @@ bench-loadtest: dev  ## the load test's figures against a server of known delays
 
 proof: dev  ## disaggregated against mixed workers on this machine: under 40 minutes, docs/performance.md
 	$(BIN)/python -m loadtest.proof $(ARGS)
+
+dashboards: dev  ## write the Grafana boards and docs/dashboards.md from services/dashboards
+	$(BIN)/python -m services.dashboards
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
