@@ -31,7 +31,6 @@ from router.errors import (
     RequestError,
     TooLarge,
 )
-from router.exposition import Exposed
 from router.keys import OPEN_PATHS, RequireKey
 from router.ledger import Ledger, Objectives
 from router.metrics import RouterMetrics
@@ -47,6 +46,8 @@ from router.responses import (
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
 from router.tokenizer import TemplateError, Tokenizer
+from router.vllm_names import router_view
+from router.tracing import open_tracing
 from router.version import version
 from router.wire import WorkerCard
 
@@ -111,7 +112,7 @@ class Front:
         self.ledger = Ledger(Objectives(self.config.slo_ttft_s, self.config.slo_tpot_s))
         self.requests = Requests(settings.served_model, self.ledger)
         self.metrics = RouterMetrics(settings, self.ledger, self.requests, self.dispatcher)
-        self.collector: Exposed = self.metrics.registry
+        self.collector = router_view(settings, self.metrics.registry, self.dispatcher.table.workers)
         self.target: Target | None = None  # its metrics port, while it is open
         self._settings = settings
         self._loaded = tokenizer
@@ -123,7 +124,7 @@ class Front:
         if self._loaded is None:
             folder = Path(self._settings.model_dir)
             self._loaded = await asyncio.to_thread(Tokenizer.load, folder)
-        async with exposed_router(self.collector, self._settings) as self.target:
+        async with exposed_router(self.collector, self._settings) as self.target, self._traced():
             self.metrics.loop_lag.start()
             await self.dispatcher.start()
             try:
@@ -132,6 +133,20 @@ class Front:
                 self.metrics.loop_lag.stop()
                 await self.dispatcher.close()
                 self.target = None
+
+    @contextlib.asynccontextmanager
+    async def _traced(self) -> AsyncIterator[None]:
+        """Record traces, where there is somebody to send them to."""
+        told = self._settings
+        tracing = await asyncio.to_thread(
+            open_tracing, told.tracing_endpoint, "router", told.router_id, told.tracing_ratio
+        )
+        self.requests.tracing = tracing
+        try:
+            yield
+        finally:
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -181,21 +196,25 @@ class Front:
                 f"prompt: prompts times n can be at most {self.config.max_queue}", param="prompt"
             )
         request_id = self._request_id(http, request)
+        recorder = recorder_of(http.scope)
+        assert recorder is not None, "these paths are observed"
+        trace = recorder.trace
+        parent = trace.parent if trace is not None else ""
         chat = isinstance(request, ChatRequest)
         reply = Reply(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             chat=chat,
             model=self._settings.served_model,
             created=int(time.time()),
-            choices=make_choices(request, prompts, request_id, self.tokenizer),
+            choices=make_choices(request, prompts, request_id, self.tokenizer, parent),
             prompts=prompts,
             n=request.n or 1,
             return_token_ids=bool(request.return_token_ids),
         )
         headers = {"x-request-id": request_id}
         deltas = run_choices(self.dispatcher.generate, reply.choices)
-        recorder = recorder_of(http.scope)
-        assert recorder is not None, "these paths are observed"
+        if trace is not None:
+            trace.answering(request, reply)
         recorder.tokenized(request_id, bool(request.stream), watches(reply))
         if request.stream:
             chunks = completion.stream(

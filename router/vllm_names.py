@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.config import RouterSettings
 from router.exposition import Exposed
 from router.policy import Key
 from router.worker import Worker
@@ -87,7 +88,8 @@ More = Callable[[], Iterable[Metric]]
 class WithVllmNames(Collector):
     """A registry's families, and after each its aliases, of the same moment.
 
-    ``more``: families that have no name of ours.
+    ``more``: families that have no name of ours here: gateways choose a router by the use of KV
+    blocks as well, which only workers have.
     """
 
     def __init__(self, registry: CollectorRegistry, engine: str, more: More = tuple) -> None:
@@ -109,29 +111,37 @@ class WithVllmNames(Collector):
         return self._registry.restricted_registry(names)
 
 
-def with_names(
-    compat: str, registry: CollectorRegistry, engine: str, more: More = tuple
+def worker_view(compat: str, registry: CollectorRegistry, worker_id: str) -> Exposed:
+    """What a worker shows, by its ``metrics_compat``."""
+    return WithVllmNames(registry, worker_id) if compat == "vllm" else registry
+
+
+def router_view(
+    settings: RouterSettings, registry: CollectorRegistry, workers: dict[Key, Worker]
 ) -> Exposed:
-    """What a process shows, by its ``metrics_compat``."""
-    return WithVllmNames(registry, engine, more) if compat == "vllm" else registry
+    """What a router shows, by its ``metrics_compat``; ``workers`` are those it knows."""
+    if settings.metrics_compat != "vllm":
+        return registry
+    about = "Share of the KV blocks of the workers that decode here: their mean"
+    labels = {"model_name": settings.served_model, "engine": settings.router_id}
+
+    def kv_usage() -> list[Metric]:
+        family = GaugeMetricFamily(f"{PREFIX}kv_cache_usage_perc", about, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), decode_usage(list(workers.copy().values())))
+        return [family]
+
+    return WithVllmNames(registry, settings.router_id, kv_usage)
 
 
-def router_kv_usage(workers: Mapping[Key, Worker], model: str, router_id: str) -> Iterator[Metric]:
-    """``kv_cache_usage_perc`` of a router, by which gateways choose one: mean of the workers that
-    decode for it, as they last reported. May be called in any thread.
-    """
+def decode_usage(workers: Iterable[Worker]) -> float:
+    """Mean share of KV blocks that are in use, of connected workers that decode; 0 without any."""
     shares = []
-    for worker in list(workers.values()):
-        load = worker.load
-        if load is not None and load.blocks and worker.card.role != "prefill":
-            free = load.blocks.get("free", 0) + load.blocks.get("cached", 0)
-            shares.append(1 - free / sum(load.blocks.values()))
-    about = "Share of the KV blocks of decode workers that are in use"
-    family = GaugeMetricFamily(
-        f"{PREFIX}kv_cache_usage_perc", about, labels=("model_name", "engine")
-    )
-    family.add_metric((model, router_id), sum(shares) / len(shares) if shares else 0.0)
-    yield family
+    for worker in workers:
+        blocks = worker.load.blocks if worker.load is not None else {}
+        if blocks and worker.card.role != "prefill":
+            free = blocks.get("free", 0) + blocks.get("cached", 0)
+            shares.append(1 - free / sum(blocks.values()))
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _renamed(family: Metric, alias: Alias, engine: str) -> Metric:
