@@ -46,9 +46,9 @@ from router.responses import (
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
 from router.tokenizer import TemplateError, Tokenizer
-from router.vllm_names import router_view
 from router.tracing import open_tracing
 from router.version import version
+from router.vllm_names import router_view
 from router.wire import WorkerCard
 
 Discover = Callable[[], Awaitable[Iterable[WorkerCard]]]
