@@ -147,8 +147,8 @@ def _tokens() -> tuple[Panel, ...]:
     return _sides(
         "tokens per second",
         "Computed prompt tokens, and the first token of each answer.",
-        "Generated tokens. Prompt tokens appear here when a prefill worker was lost, for mixed "
-        "workers, and for the last block of a prompt that was in the cache.",
+        "Generated tokens. Prompt tokens are computed here by mixed workers, and by decode workers "
+        "that have no prefill worker left.",
         lambda role: (
             Query(
                 total(rate("baton_engine_tokens_total", role, of=WORKERS), "kind"), "{{kind}}"

@@ -123,8 +123,8 @@ def _times() -> tuple[Panel, ...]:
         ),
         Panel(
             "99 of 100 pulls are faster, by phase",
-            "A long queue is a decode worker that pulls as much as it may; a long wire is the "
-            "network, or a producer without time.",
+            "A long queue: the thread that pulls has too much to do, or its transport is being "
+            "rebuilt. A long wire: the network, or a producer without time.",
             (
                 Query(
                     quantile(0.99, SECONDS, 'phase!="total"', by=("phase",), of=WORKERS),
