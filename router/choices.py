@@ -15,9 +15,16 @@ from router.tokenizer import Detokenizer, Tokenizer
 
 
 def make_choices(
-    request: GenerationFields, prompts: Sequence[list[int]], request_id: str, tokenizer: Tokenizer
+    request: GenerationFields,
+    prompts: Sequence[list[int]],
+    request_id: str,
+    tokenizer: Tokenizer,
+    trace: str = "",
 ) -> list[Choice]:
-    """``n`` answers to each of the prompts; choice i answers prompt i // n."""
+    """``n`` answers to each of the prompts; choice i answers prompt i // n.
+
+    ``trace``: traceparent of the request's span, if it is traced.
+    """
     n = request.n or 1
     seed = int.from_bytes(os.urandom(8), "big") if request.seed is None else request.seed
     salt = b""
@@ -36,7 +43,7 @@ def make_choices(
             follows_text=not isinstance(request, ChatRequest),
         )
         generation = GenRequest(
-            tuple(prompts[index // n]), sampling, request.limit, salt, request_id
+            tuple(prompts[index // n]), sampling, request.limit, salt, request_id, trace
         )
         choices.append(
             Choice(index, generation, detokenizer, include_stop, eos_ids=tokenizer.eos_ids)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from router.errors import ClientGone, InternalError, RequestError
 from router.ledger import Ledger
 from router.observation import Observation
 from router.recorder import RequestRecorder
 from router.sse import Message, Receive, Send
+
+if TYPE_CHECKING:
+    from router.otlp import Tracing
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 
@@ -29,6 +33,7 @@ class Requests:
 
     def __init__(self, model: str, ledger: Ledger) -> None:
         self.on_finished: list[OnFinished] = []
+        self.tracing: Tracing | None = None
         self._model = model
         self._ledger = ledger
         self._open: dict[RequestRecorder, None] = {}  # in the order of their arrival
@@ -41,9 +46,12 @@ class Requests:
         """Those that go on, oldest first, as of now."""
         return [recorder.seen() for recorder in self._open]
 
-    def begin(self, endpoint: str) -> RequestRecorder:
+    def begin(self, endpoint: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> RequestRecorder:
         """One has arrived."""
         recorder = RequestRecorder(self._model, endpoint, self._ledger)
+        if self.tracing is not None:
+            told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+            recorder.trace = self.tracing.begin(endpoint, self._model, told)
         self._open[recorder] = None
         return recorder
 
@@ -55,6 +63,8 @@ class Requests:
         except Exception:
             log.exception("a request could not be counted")
             return
+        if recorder.trace is not None:
+            recorder.trace.end(seen)
         for on_finished in self.on_finished:
             try:
                 on_finished(seen)
@@ -76,7 +86,7 @@ class Observe:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
-        recorder = self._requests.begin(endpoint)
+        recorder = self._requests.begin(endpoint, scope["headers"])
         scope.setdefault("state", {})["recorder"] = recorder
         try:
             await self._app(scope, receive, send)

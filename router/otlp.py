@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -23,12 +24,14 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.completion import Reply
 from router.observation import Observation
-from router.openai_api import GenerationFields
 from router.request_spans import answered, asked, parts_of, seen_of, span_name
 from router.tracing import Span
 from router.version import version
+
+if TYPE_CHECKING:
+    from router.completion import Reply
+    from router.openai_api import GenerationFields
 
 MAX_QUEUE = 4096  # spans that wait to be sent; the oldest of more are dropped
 BATCH = 128  # spans of one message: encoding holds the interpreter for some milliseconds
@@ -63,16 +66,16 @@ class Trace:
         self._reply = reply
         self._span.set_attributes(asked(request, reply.id))
 
-    def end(self, seen: Observation, origin: float) -> None:
-        """The request is over; ``origin`` is its moment 0, of ``time.monotonic``."""
+    def end(self, seen: Observation) -> None:
+        """The request is over."""
         assert seen.ended_at is not None
         try:
-            for part in parts_of(seen, origin):
+            for part in parts_of(seen):
                 self._tracing.make(part, self._context)
             self._span.set_attributes(seen_of(seen))
             if self._reply is not None:
                 self._span.set_attributes(answered(choice.finish for choice in self._reply.choices))
-            _end(self._span, origin + seen.ended_at, seen.error_type)
+            _end(self._span, seen.origin + seen.ended_at, seen.error_type)
         except Exception:  # a request never fails for a span's sake
             log.exception("a request's span is lost")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from router.errors import ClientGone, RequestError
 from router.ledger import Ledger
@@ -28,6 +29,9 @@ from router.observation import (
     shifted,
     stage_of,
 )
+
+if TYPE_CHECKING:
+    from router.otlp import Trace
 
 ORDER = ("queue", "prefill", "transfer", "decode")
 
@@ -59,6 +63,7 @@ class RequestRecorder:
         self.request_id = ""
         self.stream = False
         self.choices: tuple[ChoiceWatch, ...] = ()
+        self.trace: Trace | None = None  # its span, when it is traced
         self._model = model
         self._endpoint = endpoint
         self._ledger = ledger

@@ -7,10 +7,13 @@ attempts, stages and objectives, which are ``baton.*``. Texts are never recorded
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from router.observation import AttemptSeen, Observation
-from router.openai_api import GenerationFields
 from router.tracing import Attribute, Event, Span
+
+if TYPE_CHECKING:
+    from router.openai_api import GenerationFields
 
 Attributes = dict[str, Attribute]
 
@@ -68,9 +71,9 @@ def seen_of(seen: Observation) -> Attributes:
     return {name: value for name, value in about.items() if value is not None}
 
 
-def parts_of(seen: Observation, origin: float) -> list[Span]:
-    """The spans of the router's own work; ``origin``: moment 0 of the request, monotonic."""
-    parts = []
+def parts_of(seen: Observation) -> list[Span]:
+    """The spans of the router's own work."""
+    parts, origin = [], seen.origin
     if seen.tokenized_at is not None:
         parts.append(Span("tokenize", origin, origin + seen.tokenized_at))
     ended_at = seen.ended_at if seen.ended_at is not None else 0.0

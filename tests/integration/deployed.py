@@ -63,7 +63,11 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deployed(
-    text: str = "0123456789", roles: str = "PD", max_num_seqs: int = 8, **config: Any
+    text: str = "0123456789",
+    roles: str = "PD",
+    max_num_seqs: int = 8,
+    tracing_endpoint: str = "",
+    **config: Any,
 ) -> AsyncIterator[Deployment]:
     """One worker for each letter of ``roles``: P, D or M."""
     names = {"P": "prefill", "D": "decode", "M": "mixed"}
@@ -76,7 +80,14 @@ async def deployed(
     async def discover() -> list[wire.WorkerCard]:
         return [worker.card for worker in workers if worker.registered]
 
-    settings = RouterSettings(RouterConfig(**{"comeback_s": 0.1, **config}), "", MODEL, "R", SECRET)
+    settings = RouterSettings(
+        RouterConfig(**{"comeback_s": 0.1, **config}),
+        "",
+        MODEL,
+        "R",
+        SECRET,
+        tracing_endpoint=tracing_endpoint,
+    )
     app = create_api(settings, discover, ByteTokenizer())
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]

@@ -29,6 +29,7 @@ SEEN = Observation(
     endpoint="chat",
     stream=True,
     at=1.8e9,
+    origin=100.0,
     arrived_at=-0.01,
     tokenized_at=0.1,
     ended_at=2.0,
@@ -105,7 +106,7 @@ def brief(parts: list[Span]) -> list[tuple[str, float, float, str]]:
 
 
 def test_the_parts_of_a_request() -> None:
-    parts = parts_of(SEEN, origin=100.0)
+    parts = parts_of(SEEN)
     assert brief(parts) == [
         ("tokenize", 100.0, 100.1, ""),
         ("queue", 100.1, 100.4, ""),
@@ -129,7 +130,7 @@ def test_the_parts_of_a_request() -> None:
 
 def test_a_retry_waits_again_and_the_lost_attempt_is_an_error() -> None:
     choice = replace(SEEN.choices[0], attempts=(FAILED, PAIR))
-    assert brief(parts_of(replace(SEEN, choices=(choice,)), 100.0)) == [
+    assert brief(parts_of(replace(SEEN, choices=(choice,)))) == [
         ("tokenize", 100.0, 100.1, ""),
         ("queue", 100.1, 100.2, ""),
         ("attempt", 100.2, 100.3, "prefill lost"),
@@ -143,9 +144,9 @@ def test_who_waits_in_vain_has_waited() -> None:
         SEEN, code=429, error_type="overload", rejection="queue_timeout", choices=(), ttft_s=None
     )
     none = replace(refused, choices=(ChoiceSeen(20, 0, 0),))
-    assert brief(parts_of(none, 100.0))[1:] == [("queue", 100.1, 102.0, "overload")]
+    assert brief(parts_of(none))[1:] == [("queue", 100.1, 102.0, "overload")]
     after = replace(refused, choices=(ChoiceSeen(20, 0, 0, (FAILED,)),))
-    assert brief(parts_of(after, 100.0))[1:] == [
+    assert brief(parts_of(after))[1:] == [
         ("queue", 100.1, 100.2, ""),
         ("attempt", 100.2, 100.3, "prefill lost"),
         ("queue", 100.3, 102.0, "overload"),
@@ -154,15 +155,24 @@ def test_who_waits_in_vain_has_waited() -> None:
 
 def test_what_is_refused_unread_has_no_parts() -> None:
     wrong = Observation(
-        "", "tiny", "chat", False, 1.8e9, -0.1, ended_at=0.0, code=400, error_type="validation"
+        "",
+        "tiny",
+        "chat",
+        False,
+        1.8e9,
+        100.0,
+        -0.1,
+        ended_at=0.0,
+        code=400,
+        error_type="validation",
     )
-    assert parts_of(wrong, 100.0) == []
+    assert parts_of(wrong) == []
     assert seen_of(wrong)["http.response.status_code"] == 400
 
 
 def test_parts_of_several_answers_say_which() -> None:
     two = replace(SEEN, choices=SEEN.choices * 2)
-    queues = [part for part in parts_of(two, 100.0) if part.name == "queue"]
+    queues = [part for part in parts_of(two) if part.name == "queue"]
     assert [queue.attributes["baton.choice"] for queue in queues] == [0, 1]
 
 
