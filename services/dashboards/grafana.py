@@ -88,13 +88,15 @@ def _place(rows: tuple[Row, ...]) -> list[model.Panel | model.RowPanel]:
     placed: list[model.Panel | model.RowPanel] = []
     top = 0
     for row in rows:
-        heading = build.Row(row.title).id_val(len(placed) + 1).build()
+        heading = build.Row(row.title).build()
+        heading.id_val = len(placed) + 1
         heading.grid_pos = model.GridPos(x=0, y=top, w=GRID, h=1)
         placed.append(heading)
         top += 1
         corners = places(row.panels, top)
         for panel, (x, y) in zip(row.panels, corners, strict=True):
-            drawn = _draw(panel).id_val(len(placed) + 1).build()
+            drawn = _draw(panel).build()
+            drawn.id_val = len(placed) + 1
             drawn.grid_pos = model.GridPos(x=x, y=y, w=panel.width, h=panel.height)
             placed.append(drawn)
         top = max(y + p.height for p, (_, y) in zip(row.panels, corners, strict=True))
