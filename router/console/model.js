@@ -178,17 +178,6 @@ export function trackOf(worker) {
   return `${worker.id}/${worker.epoch}`;
 }
 
-/** The workers of a request in words: where it was computed, and where it went on. */
-export function wayOf(request) {
-  const names = [];
-  for (const [stage, , , worker] of request.spans) {
-    if (worker && stage !== "lost" && stage !== "queue" && names.at(-1) !== worker) {
-      names.push(worker);
-    }
-  }
-  return names;
-}
-
 /** Seconds in each stage; of one that goes on, so far. */
 export function stagesOf(request, now) {
   const found = new Map();

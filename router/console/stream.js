@@ -101,14 +101,21 @@ export class Connection {
         heard += 1;
         if (heard === 2) this.failures = 0; // the first one comes from a router that stops, too
         this.onState("live");
-        this.onEvent(event.name, JSON.parse(event.data));
+        this.tell(event);
       }
       return heard > 1 ? "ended" : "broken";
-    } catch (error) {
-      if (error instanceof SyntaxError) throw error;
+    } catch {
       return heard ? "broken" : "refused";
     } finally {
       clearTimeout(timer);
+    }
+  }
+
+  tell(event) {
+    try {
+      this.onEvent(event.name, JSON.parse(event.data));
+    } catch (error) {
+      console.error(error); // a picture that cannot be drawn must not end the connection
     }
   }
 
