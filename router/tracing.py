@@ -3,10 +3,10 @@ extra).
 
 ::
 
-    chat smollm2-135m-instruct           router: the HTTP request
-      tokenize, route, queue ...         router: its stages
-      prefill.queue, prefill             prefill worker
-      kv_transfer, decode                decode worker
+    chat smollm2-135m-instruct      router: the HTTP request
+      tokenize, queue, attempt      router: what it did, and each pair of workers that it tried
+      prefill.queue, prefill        prefill worker
+      kv_transfer, decode           decode worker
 
 One trace goes over all processes: the router takes a client's ``traceparent``, or begins a trace,
 and the workers are told of its span in ``wire.Prefill``, ``Reserve`` and ``Decode``. A span is made
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from router.otlp import Tracing
 
-MISSING = "the packages for tracing are not installed: pip install 'baton-serving[tracing]'"
+MISSING = "its packages are not installed; in Baton's folder: pip install '.[tracing]'"
 
 Attribute = str | int | float | bool | tuple[str, ...]
 
@@ -92,7 +92,7 @@ def open_tracing(endpoint: str, role: str, instance: str, ratio: float = 1.0) ->
     if not endpoint:
         return None
     if not tracing_installed():
-        log.warning("no spans of %s: %s", instance, MISSING)
+        log.warning("%s records no traces: %s", instance, MISSING)
         return None
     from router.otlp import export_to
 

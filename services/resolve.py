@@ -62,7 +62,7 @@ def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig
             " or none of both and a mixed one"
         )
     if config.tracing_endpoint and not machine.tracing:
-        raise ConfigError(f"tracing_endpoint: {config.tracing_endpoint!r}, but {MISSING}")
+        raise ConfigError(f"tracing_endpoint: {config.tracing_endpoint!r}: {MISSING}")
     changes: dict[str, Any] = {}
     for role, pool in config.pools():
         changes[role] = _resolve_pool(role, pool, config.num_workers, machine, model)
