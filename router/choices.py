@@ -1,4 +1,4 @@
-"""From a request of the OpenAI API to the answers that have to be made for it (pure)."""
+"""From a request of the OpenAI API to the answers that have to be made for it."""
 
 from __future__ import annotations
 

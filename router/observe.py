@@ -82,7 +82,8 @@ class Observe:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """As ASGI middleware."""
         asks = scope["type"] == "http" and scope["method"] == "POST"
-        endpoint = ENDPOINTS.get(scope["path"]) if asks else None
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if asks else ""
+        endpoint = ENDPOINTS.get(path)
         if endpoint is None:
             await self._app(scope, receive, send)
             return

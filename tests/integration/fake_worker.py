@@ -71,6 +71,7 @@ class FakeWorker:
         self.load = READY
         self.gate: asyncio.Event | None = None  # Tokens wait for it, one by one
         self.cached_tokens = 0
+        self.queue_ms = self.prefill_ms = 0.0  # what it says that a prompt took
         self.lease_ms = 30_000
         self.links: list[Link] = []
         self.open: dict[tuple[bytes, int], asyncio.Task[None] | None] = {}
@@ -242,8 +243,9 @@ class FakeWorker:
         position = len(unpack_ids(message.ids)) - message.num_prompt
         token, finish = self._next(message.sampling, position)
         answer = wire.Prefilled(
-            message.request, message.attempt, token, self.cached_tokens, finish=finish
-        )
+            message.request, message.attempt, token, self.cached_tokens, finish=finish,
+            queue_ms=self.queue_ms, prefill_ms=self.prefill_ms,
+        )  # fmt: skip
         if message.export and not finish:
             ticket_id = os.urandom(16)
             if message.request in self._proofs:
