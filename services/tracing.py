@@ -40,7 +40,7 @@ class RequestSpans:
         self._clock = clock
         self._about: dict[str, Attribute] = {
             "baton.worker.id": worker_id,
-            "baton.request.id": message.request.hex(),
+            "baton.job.id": message.request.hex(),
             "baton.attempt": message.attempt,
         }
         self._arrived = clock()

@@ -64,7 +64,7 @@ def test_a_prompt_waits_and_is_computed(recorded: Recorded) -> None:
     assert not span.error
     assert span.attributes == {
         "baton.worker.id": "p",
-        "baton.request.id": b"a".hex(),
+        "baton.job.id": b"a".hex(),
         "baton.attempt": 0,
         "baton.prompt.cached_tokens": 0,
     }
