@@ -14,7 +14,7 @@ import httpx2
 import uvicorn
 
 from router import wire
-from router.api import create_api
+from router.api import Front, create_api
 from router.config import RouterConfig, RouterSettings
 from router.dispatch import Dispatcher
 from router.tokenizer import ByteTokenizer
@@ -29,6 +29,7 @@ class Deployment:
     dispatcher: Dispatcher
     url: str
     http: httpx2.AsyncClient
+    front: Front
 
     @property
     def p(self) -> FakeWorker:
@@ -67,6 +68,7 @@ async def deployed(
     roles: str = "PD",
     max_num_seqs: int = 8,
     tracing_endpoint: str = "",
+    make: Callable[..., FakeWorker] = FakeWorker,
     **config: Any,
 ) -> AsyncIterator[Deployment]:
     """One worker for each letter of ``roles``: P, D or M."""
@@ -74,7 +76,7 @@ async def deployed(
     workers = []
     for index, letter in enumerate(roles):
         name = f"{letter}{roles[:index].count(letter)}"
-        worker = FakeWorker(names[letter], name, Answer(text), max_num_seqs=max_num_seqs)
+        worker = make(names[letter], name, Answer(text), max_num_seqs=max_num_seqs)
         workers.append(await worker.start())
 
     async def discover() -> list[wire.WorkerCard]:
@@ -102,7 +104,8 @@ async def deployed(
                             if (await http.get("/ready")).status_code == 200:
                                 break
                         await asyncio.sleep(0.01)
-                yield Deployment(workers, app.state.front.dispatcher, url, http)
+                front: Front = app.state.front
+                yield Deployment(workers, front.dispatcher, url, http, front)
         finally:
             server.should_exit = True
             await serving
