@@ -23,6 +23,8 @@ from router import completion, openai_api
 from router.choices import make_choices, watches
 from router.completion import Reply, run_choices
 from router.config import RouterSettings
+from router.console import pages
+from router.console.picture import open_feed
 from router.dispatch import Dispatcher
 from router.errors import (
     BadRequest,
@@ -91,11 +93,14 @@ def create_api(
     for method, path, handler in routes:
         methods = [method, "HEAD"] if path in ("/health", "/ready") else [method]
         app.add_api_route(path, handler, methods=methods, response_model=None)
+    app.router.routes.extend(pages.routes(front.console))
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_exception)
     app.add_middleware(
-        RequireKey, keys=settings.config.api_keys, open_paths=OPEN_PATHS | {"/metrics"}
+        RequireKey,
+        keys=settings.config.api_keys,
+        open_paths=OPEN_PATHS | {"/metrics"} | pages.paths(),
     )
     app.add_middleware(Observe, requests=front.requests)  # the last one added is the outermost
     return app
@@ -111,6 +116,7 @@ class Front:
         self.dispatcher = Dispatcher(settings, discover)
         self.ledger = Ledger(Objectives(self.config.slo_ttft_s, self.config.slo_tpot_s))
         self.requests = Requests(settings.served_model, self.ledger)
+        self.console = open_feed(settings, self.dispatcher.state, self.requests)
         self.metrics = RouterMetrics(settings, self.ledger, self.requests, self.dispatcher)
         self.collector = router_view(settings, self.metrics.registry, self.dispatcher.table.workers)
         self.target: Target | None = None  # its metrics port, while it is open
@@ -130,6 +136,7 @@ class Front:
             try:
                 yield
             finally:
+                self.console.close()
                 self.metrics.loop_lag.stop()
                 await self.dispatcher.close()
                 self.target = None

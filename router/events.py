@@ -1,16 +1,16 @@
-"""What became of the latest requests, and how fast they were (pure): what the live console shows.
+"""The latest requests, and how fast they were (pure): what the live console asks for.
 
-Knows neither HTTP nor metrics: ``router.metrics`` counts everything for ever, here is only what one
-looks at now. Times of day are seconds since 1970, everything within a request is seconds since it
-was read completely.
+``router.ledger`` counts everything for ever; here is only what one looks at now. Adding a request
+is all that happens while nobody looks. ``now`` is a time of day, as ``Observation.at``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from router.observation import Observation
 
 STEP_S = 5.0  # of the history: one point of a line
 HISTORY_S = 300.0
@@ -19,70 +19,9 @@ KEEP = 256  # requests that are shown to a page that was just opened
 SAMPLES = 4096  # requests whose times are kept; at high rates they reach less far back
 
 
-@dataclass(frozen=True)
-class Span:
-    """One stage of a request, at a worker or (``worker`` is empty) in the router."""
-
-    stage: str  # tokenize | queue | prefill | transfer | decode | lost (an attempt that failed)
-    start_s: float
-    end_s: float | None = None  # None: it goes on
-    worker: str = ""
-
-    def row(self) -> list[Any]:
-        """As it travels to the page."""
-        end = None if self.end_s is None else round(self.end_s, 4)
-        return [self.stage, round(self.start_s, 4), end, self.worker]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One HTTP request, from when it was read to its last token."""
-
-    id: str
-    at: float  # time of day
-    endpoint: str  # chat | completions
-    stream: bool
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    choices: int = 1  # answers to it; the spans are those of the first
-    spans: tuple[Span, ...] = ()
-    retries: tuple[tuple[float, str], ...] = ()  # (seconds, why)
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    end_s: float | None = None  # None: it goes on
-    code: int = 0  # HTTP status, once it has ended
-    error: str = ""
-    good: bool | None = None  # met all objectives; None: cannot be said
-
-    def row(self) -> dict[str, Any]:
-        """As it travels to the page."""
-        return {
-            "id": self.id,
-            "at": round(self.at, 4),
-            "endpoint": self.endpoint,
-            "stream": self.stream,
-            "prompt": self.prompt_tokens,
-            "cached": self.cached_tokens,
-            "tokens": self.tokens,
-            "choices": self.choices,
-            "spans": [span.row() for span in self.spans],
-            "retries": [[round(at, 4), why] for at, why in self.retries],
-            "ttft": _rounded(self.ttft_s),
-            "tpot": _rounded(self.tpot_s),
-            "end": _rounded(self.end_s),
-            "code": self.code,
-            "error": self.error,
-            "good": self.good,
-        }
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """``first_at``: when its first token came; ``end_at``: when it ended. Times of day."""
-
-    end_at: float
-    first_at: float
+class _Sample(NamedTuple):
+    end_at: float  # time of day
+    first_at: float  # ... when its first token came
     ttft_s: float | None
     tpot_s: float | None
     good: bool | None
@@ -90,28 +29,27 @@ class _Sample:
 
 
 class Recent:
-    """The latest requests of one router. Memory is bounded; adding one costs no more than that."""
+    """The latest requests of one router, in bounded memory."""
 
     def __init__(self, keep: int = KEEP, samples: int = SAMPLES) -> None:
-        self._timelines: deque[Timeline] = deque(maxlen=keep)
+        self._ended: deque[Observation] = deque(maxlen=keep)
         self._samples: deque[_Sample] = deque(maxlen=samples)
 
     @property
-    def timelines(self) -> list[Timeline]:
-        """Those that have ended, oldest first."""
-        return list(self._timelines)
+    def ended(self) -> list[Observation]:
+        """Those that have ended last, oldest first."""
+        return list(self._ended)
 
-    def add(self, timeline: Timeline) -> None:
-        """A request that has ended."""
-        assert timeline.end_s is not None, "it has not ended"
-        self._timelines.append(timeline)
-        self._samples.append(_sample(timeline, timeline.end_s))
+    def add(self, seen: Observation) -> None:
+        """A request has ended."""
+        assert seen.ended_at is not None, "it has not ended"
+        self._ended.append(seen)
+        self._samples.append(_sample(seen, seen.ended_at))
 
-    def summary(self, now: float, live: Iterable[Timeline] = ()) -> dict[str, Any]:
-        """Percentiles and rates of the last minute; ``live`` ones count with what they have."""
-        samples = self._latest(now - WINDOW_S)
-        started = [_sample(one, now - one.at) for one in live if one.ttft_s is not None]
-        first = [s.ttft_s for s in (*samples, *started) if s.first_at > now - WINDOW_S]
+    def summary(self, now: float, live: Iterable[Observation] = ()) -> dict[str, Any]:
+        """Percentiles of the last minute; ``live`` ones count with what they have seen so far."""
+        samples = self._since(now - WINDOW_S)
+        first = [s.ttft_s for s in (*samples, *_begun(live, now)) if s.first_at > now - WINDOW_S]
         judged = [s.good for s in samples if s.good is not None]
         return {
             "window_s": WINDOW_S,
@@ -123,22 +61,23 @@ class Recent:
         }
 
     def history(
-        self, now: float, live: Iterable[Timeline] = (), span_s: float = HISTORY_S
+        self, now: float, live: Iterable[Observation] = (), span_s: float = HISTORY_S
     ) -> list[dict[str, Any]]:
-        """A point for each ``STEP_S``, aligned to the clock, oldest first; empty ones are left out.
+        """A point for each ``STEP_S`` of the clock, oldest first; those without anything are left
+        out, and so is the one that ``span_s`` cuts through.
 
         TTFT counts when the first token came, everything else when the request ended.
         """
-        since = now - span_s
-        ended = self._latest(since)
-        started = [_sample(one, now - one.at) for one in live if one.ttft_s is not None]
-        ttft: dict[int, list[float | None]] = {}
-        rest: dict[int, list[_Sample]] = {}
-        for sample in (*ended, *started):
-            if sample.first_at > since:
-                ttft.setdefault(int(sample.first_at // STEP_S), []).append(sample.ttft_s)
+        oldest = -(-(now - span_s) // STEP_S)
+        ended = self._since(oldest * STEP_S)
+        ttft: dict[float, list[float | None]] = {}
+        rest: dict[float, list[_Sample]] = {}
+        for sample in (*ended, *_begun(live, now)):
+            step = sample.first_at // STEP_S
+            if step >= oldest:
+                ttft.setdefault(step, []).append(sample.ttft_s)
         for sample in ended:
-            rest.setdefault(int(sample.end_at // STEP_S), []).append(sample)
+            rest.setdefault(sample.end_at // STEP_S, []).append(sample)
         return [
             {
                 "t": step * STEP_S,
@@ -151,14 +90,14 @@ class Recent:
             for step in sorted(ttft.keys() | rest.keys())
         ]
 
-    def _latest(self, since: float) -> list[_Sample]:
-        """Those that ended after ``since``, oldest first; they were added in this order."""
+    def _since(self, moment: float) -> list[_Sample]:
+        """Those that ended at or after ``moment``; they were added in this order."""
         found = []
         for sample in reversed(self._samples):
-            if sample.end_at <= since:
+            if sample.end_at < moment:
                 break
             found.append(sample)
-        return found[::-1]
+        return found
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -175,17 +114,17 @@ def _percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"n": len(ordered), **found}
 
 
-def _sample(timeline: Timeline, end_s: float) -> _Sample:
-    first_s = timeline.ttft_s if timeline.ttft_s is not None else end_s
+def _begun(live: Iterable[Observation], now: float) -> list[_Sample]:
+    return [_sample(seen, now - seen.at) for seen in live if seen.ttft_s is not None]
+
+
+def _sample(seen: Observation, end_s: float) -> _Sample:
+    first_s = end_s if seen.ttft_s is None else seen.ttft_s
     return _Sample(
-        end_at=timeline.at + end_s,
-        first_at=timeline.at + first_s,
-        ttft_s=timeline.ttft_s,
-        tpot_s=timeline.tpot_s,
-        good=timeline.good,
-        tokens=timeline.tokens,
+        end_at=seen.at + end_s,
+        first_at=seen.at + first_s,
+        ttft_s=seen.ttft_s,
+        tpot_s=seen.tpot_s,
+        good=seen.good,
+        tokens=seen.tokens,
     )
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 5)

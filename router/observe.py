@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from router.errors import ClientGone, InternalError, RequestError
@@ -42,9 +43,10 @@ class Requests:
         """Those that go on."""
         return len(self._open)
 
-    def seen(self) -> list[Observation]:
-        """Those that go on, oldest first, as of now."""
-        return [recorder.seen() for recorder in self._open]
+    def seen(self, latest: int | None = None) -> list[Observation]:
+        """Those that go on, oldest first, as of now; only so many of the ``latest``."""
+        chosen = list(islice(reversed(self._open), latest))
+        return [recorder.seen() for recorder in reversed(chosen)]
 
     def begin(self, endpoint: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> RequestRecorder:
         """One has arrived."""

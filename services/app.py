@@ -112,6 +112,7 @@ class Router:
 
     async def _end(self, in_s: float) -> None:
         """End what still runs by an error, while the way to the clients is still there."""
+        self._api.state.front.console.close()
         await asyncio.sleep(in_s)
         await self._api.state.front.dispatcher.close()
 

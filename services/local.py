@@ -108,5 +108,6 @@ async def _end_streams(server: Any, api: Any) -> None:
     while not server.should_exit:
         await asyncio.sleep(0.1)
     print(f"baton: stopping; requests have {DRAIN_S:g} s", flush=True)
+    api.state.front.console.close()
     await asyncio.sleep(DRAIN_S)
     await api.state.front.dispatcher.close()

@@ -12,11 +12,13 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from router.console.timeline import timeline
 from router.errors import Unavailable
-from router.events import Recent, Timeline
+from router.events import Recent
+from router.observation import Observation
 
 TICK_S = 0.5
 MAX_LISTENERS = 32
@@ -27,6 +29,7 @@ MAX_LIVE = 64  # the same for those that run
 log = logging.getLogger(__name__)
 
 Picture = Callable[[], dict[str, Any]]
+Live = Callable[[int], Sequence[Observation]]
 
 
 class Listener:
@@ -67,13 +70,14 @@ class Listener:
 class Feed:
     """Tells all listeners what is going on.
 
-    ``picture`` is what the page shows of router and workers, ``live`` the requests that run now.
+    ``picture()`` is what the page shows of router and workers, ``live(n)`` the requests that run
+    now, of many the ``n`` latest.
     """
 
     def __init__(
         self,
         picture: Picture,
-        live: Callable[[], Iterable[Timeline]],
+        live: Live,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.recent = Recent()
@@ -81,15 +85,15 @@ class Feed:
         self._live = live
         self._now = now
         self._listeners: set[Listener] = set()
-        self._ended: deque[Timeline] = deque(maxlen=MAX_ENDED)  # since the last tick
+        self._ended: deque[Observation] = deque(maxlen=MAX_ENDED)  # since the last tick
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
 
-    def ended(self, timeline: Timeline) -> None:
+    def ended(self, seen: Observation) -> None:
         """A request has ended."""
-        self.recent.add(timeline)
+        self.recent.add(seen)
         if self._listeners:
-            self._ended.append(timeline)
+            self._ended.append(seen)
 
     def listen(self) -> Listener:
         """A new listener, to be left again by :meth:`leave`. Raises Unavailable."""
@@ -131,19 +135,19 @@ class Feed:
             await asyncio.sleep(TICK_S)
 
     def _hello(self) -> bytes:
-        now, live = self._now(), self._running()
+        now, live = self._now(), self._live(MAX_LIVE)
         return encode(
             "hello",
             {
                 "t": now,
                 "history": self.recent.history(now, live),
-                "ended": [timeline.row() for timeline in self.recent.timelines],
+                "ended": [timeline(seen) for seen in self.recent.ended],
             },
         )
 
     def _state(self) -> bytes:
-        now, live = self._now(), self._running()
-        ended = [timeline.row() for timeline in self._ended]
+        now, live = self._now(), self._live(MAX_LIVE)
+        ended = [timeline(seen) for seen in self._ended]
         self._ended.clear()
         return encode(
             "state",
@@ -153,12 +157,9 @@ class Feed:
                 "now": self.recent.summary(now, live),
                 "history": self.recent.history(now, live, span_s=10.0),
                 "ended": ended,
-                "live": [timeline.row() for timeline in live],
+                "live": [timeline(seen) for seen in live],
             },
         )
-
-    def _running(self) -> list[Timeline]:
-        return sorted(self._live(), key=lambda timeline: timeline.at)[-MAX_LIVE:]
 
 
 def encode(name: str, data: dict[str, Any]) -> bytes:

@@ -35,6 +35,11 @@ SAFETY = {
 }
 
 
+def paths() -> frozenset[str]:
+    """What anybody may read: the page holds no data."""
+    return frozenset({"/console", *(f"/console/{name}" for name in _names())})
+
+
 def routes(feed: Feed) -> list[BaseRoute]:
     """``/console``, its files, and ``/internal/events``."""
     files = Files()
@@ -50,9 +55,7 @@ class Files:
 
     def __init__(self) -> None:
         self._files = {
-            path.name: (path.read_bytes(), TYPES[path.suffix])
-            for path in FOLDER.iterdir()
-            if path.suffix in TYPES
+            name: ((FOLDER / name).read_bytes(), TYPES[Path(name).suffix]) for name in _names()
         }
         self._tags = {name: f'"{sha256(f[0]).hexdigest()[:16]}"' for name, f in self._files.items()}
 
@@ -98,6 +101,10 @@ class Events:
                 await unless_disconnected(receive, _pass_on(listener, send))
         finally:
             self._feed.leave(listener)
+
+
+def _names() -> list[str]:
+    return [path.name for path in FOLDER.iterdir() if path.suffix in TYPES]
 
 
 async def _pass_on(listener: Listener, send: Send) -> None:

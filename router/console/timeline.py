@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
-from router.events import Span, Timeline
-from router.observation import AttemptSeen, ChoiceSeen, Observation
+from dataclasses import dataclass
+from typing import Any
+
+from router.observation import AttemptSeen, Observation
 
 MAX_ATTEMPTS = 16  # that are drawn of one request, the latest
+MAX_ERROR = 300  # characters
 
 
-def timeline(seen: Observation) -> Timeline:
-    """The request as the console shows it; of several answers, the spans of the first."""
+@dataclass(frozen=True)
+class Span:
+    """One stage of a request, at a worker or (``worker`` is empty) in the router.
+
+    Seconds since the request was read completely.
+    """
+
+    stage: str  # tokenize | queue | prefill | transfer | decode | lost (an attempt that failed)
+    start_s: float
+    end_s: float | None = None  # None: it goes on
+    worker: str = ""
+
+
+def timeline(seen: Observation) -> dict[str, Any]:
+    """The request as it travels to the page; of several answers, the spans of the first."""
     choice = seen.choices[0] if seen.choices else None
-    return Timeline(
-        id=seen.request_id,
-        at=seen.at,
-        endpoint=seen.endpoint,
-        stream=seen.stream,
-        prompt_tokens=seen.prompt_tokens,
-        cached_tokens=seen.cached_tokens,
-        tokens=seen.tokens,
-        choices=len(seen.choices),
-        spans=_spans(seen, choice),
-        retries=_retries(choice.attempts) if choice else (),
-        ttft_s=seen.ttft_s,
-        tpot_s=seen.tpot_s,
-        end_s=seen.ended_at,
-        code=seen.code,
-        error=seen.error or seen.error_type,
-        good=seen.good,
-    )
+    retries = _retries(choice.attempts) if choice else ()
+    return {
+        "id": seen.request_id,
+        "at": round(seen.at, 4),
+        "endpoint": seen.endpoint,
+        "stream": seen.stream,
+        "prompt": seen.prompt_tokens,
+        "cached": seen.cached_tokens,
+        "tokens": seen.tokens,
+        "choices": len(seen.choices),
+        "spans": [
+            [span.stage, _rounded(span.start_s), _rounded(span.end_s), span.worker]
+            for span in spans(seen)
+        ],
+        "retries": [[_rounded(at), why] for at, why in retries],
+        "ttft": _rounded(seen.ttft_s),
+        "tpot": _rounded(seen.tpot_s),
+        "end": _rounded(seen.ended_at),
+        "code": seen.code,
+        "error": (seen.error or seen.error_type)[:MAX_ERROR],
+        "good": seen.good,
+    }
 
 
-def _spans(seen: Observation, choice: ChoiceSeen | None) -> tuple[Span, ...]:
+def spans(seen: Observation) -> tuple[Span, ...]:
+    """Where the request was, one stage after the other; empty ones are left out."""
+    choice = seen.choices[0] if seen.choices else None
     tokenized = seen.tokenized_at
-    spans = [Span("tokenize", 0.0, seen.ended_at if tokenized is None else tokenized)]
+    found = [Span("tokenize", 0.0, seen.ended_at if tokenized is None else tokenized)]
     if tokenized is None:
-        return tuple(spans)
-    # An answer that is over may be waiting for others of the same request.
-    done = seen.ended_at is not None and seen.code < 400 and choice is not None
-    end = choice.last_at if done and choice else seen.ended_at
+        return tuple(found)
+    end = seen.ended_at
+    if seen.code == 200 and choice is not None and choice.last_at is not None:
+        end = choice.last_at  # it may have waited for others of the same request
     since = tokenized
     for attempt in choice.attempts[-MAX_ATTEMPTS:] if choice else ():
         until = end if attempt.ended_at is None else attempt.ended_at
-        spans += _of_attempt(attempt, since, until)
-        since = spans[-1].end_s if spans[-1].end_s is not None else since
+        found += _of_attempt(attempt, since, until)
+        since = found[-1].end_s if found[-1].end_s is not None else since
     if choice is None or not choice.attempts or choice.attempts[-1].ended_at is not None:
-        spans.append(Span("queue", since, end))
-    return tuple(span for span in spans if span.end_s is None or span.end_s > span.start_s)
+        found.append(Span("queue", since, end))
+    return tuple(span for span in found if span.end_s is None or span.end_s > span.start_s)
 
 
 def _of_attempt(attempt: AttemptSeen, since: float, until: float | None) -> list[Span]:
@@ -85,3 +107,7 @@ def _retries(attempts: tuple[AttemptSeen, ...]) -> tuple[tuple[float, str], ...]
         if attempt.ended_at is not None:
             found.append((attempt.ended_at, attempt.failure))
     return tuple(found)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
