@@ -44,6 +44,7 @@ class Sources:
     tallies: WorkerTallies
     lag: Tally  # of the event loop
     load: Callable[[], wire.Load]  # the latest report
+    clock: Callable[[], float] = time.monotonic  # the engine loop's
 
 
 def registry_of(settings: WorkerSettings, transport: str, sources: Sources) -> CollectorRegistry:
@@ -166,7 +167,7 @@ class _Reader(Collector):
 
     def _roofline(self) -> Iterator[Metric]:
         meter = self._sources.tallies.meter
-        now = meter.utilisation(time.monotonic())
+        now = meter.utilisation(self._sources.clock())
         text = "Operations per second that this machine can do, measured at start"
         yield self._gauge("baton_roofline_peak_flops", text, meter.ceilings.flops_s)
         text = "Bytes per second that this machine can read, measured at start"

@@ -77,6 +77,19 @@ class Shape:
         return count + 4 * self.num_scales if int8 else 4 * count
 
 
+SMOLLM = Shape.of(
+    {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    }
+)
+"""The default model."""
+
+
 def prefill_flops(shape: Shape, num_tokens: int) -> int:
     """Of a whole prompt, after which one token is sampled."""
     linear = 2 * num_tokens * shape.num_layers * shape.layer_weights

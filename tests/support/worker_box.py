@@ -9,18 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry
 
 from kvtransfer.exporter import Exporter
 from kvtransfer.hashing import pack_ids
 from kvtransfer.importer import Arrived, Event, PullAborted, PullFailed, Settled
 from kvtransfer.ticket import AgentCard, Ticket
 from router import wire
+from router.buckets import LAG, Tally
 from services.decode import DecodeService
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
+from services.engine.meter import StepMeter
+from services.engine.roofline import Ceilings, Cost
+from services.engine.scheduler import Row
+from services.metrics import Sources, registry_of
 from services.outbox import Outbox, Peer
 from services.prefill import PrefillService
 from services.roles import Roles
+from services.tallies import WorkerTallies
 from services.tracing import Record, WorkerTracing
 from tests.support.fake_runner import VOCAB, FakeRunner
 
@@ -73,6 +82,8 @@ class Pull:
 class ScriptedPuller:
     """Keeps the puller's contract: one outcome per pull, one Settled after an unsettled one."""
 
+    rebuild_count = 0
+
     def __init__(self) -> None:
         self.pulls: dict[bytes, Pull] = {}  # outcome or Settled still to come
         self.known: set[tuple[str, int]] = set()  # incarnations that the transport keeps
@@ -110,6 +121,10 @@ class ScriptedPuller:
         self.known -= self._leaving - busy
         self._leaving &= busy
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.keys())
+
     def keys(self, told: bool = False) -> list[bytes]:
         return [key for key, pull in self.pulls.items() if pull.told == told]
 
@@ -139,6 +154,11 @@ class ScriptedPuller:
             del self.pulls[key]
             self._forget_idle()
         return pull.blocks
+
+
+def cost(rows: Sequence[Row]) -> Cost:
+    """1,000 operations for each token, 500 bytes for each step."""
+    return Cost(1000 * sum(len(row.ids) for row in rows), 500)
 
 
 class Box:
@@ -176,19 +196,39 @@ class Box:
             lambda size: next(ids).to_bytes(size, "big"),
         )
         outbox = Outbox(self.deliver)
+        self.tallies = WorkerTallies(StepMeter(cost, Ceilings(flops_s=1e5, bytes_s=1e4)))
+        self.step_s = 0.0  # that a step takes
         tracing = WorkerTracing(worker_id, record, lambda: self.now)
-        self.decode = DecodeService(self.engine, self.puller, outbox, b"layout", SECRET, tracing)
+        self.decode = DecodeService(
+            self.engine, self.puller, outbox, b"layout", SECRET, tracing, self.tallies
+        )
         self.roles = Roles(
             self.engine,
-            PrefillService(self.engine, self.exporter, outbox, tracing),
+            PrefillService(self.engine, self.exporter, outbox, tracing, self.tallies),
             self.decode,
             outbox,
             VOCAB,
             "scripted",
             self.loads.append,
+            meter=self.tallies.meter,
         )
         self.card = AgentCard(worker_id, epoch, b"layout", blocks, "scripted", b"")
         self.roles.connected(self.link, ())
+
+    def registry(self, role: str = "decode") -> CollectorRegistry:
+        """What a scrape would show now, and later."""
+        sources = Sources(
+            engine=self.engine,
+            pulls=self.decode.stats,
+            exporter=self.exporter,
+            puller=self.puller,  # type: ignore[arg-type]
+            tallies=self.tallies,
+            lag=Tally(LAG),
+            load=self.roles.load,
+            clock=lambda: self.now,
+        )
+        names = {"served_model": "tiny", "role": role, "worker_id": self.card.worker_id}
+        return registry_of(SimpleNamespace(**names), "scripted", sources)  # type: ignore[arg-type]
 
     def deliver(self, batch: list[tuple[Peer, list[wire.Message]]]) -> None:
         for peer, messages in batch:
@@ -211,9 +251,16 @@ class Box:
 
     def step(self) -> None:
         self.roles.tick(self.now)
+        rows: Sequence[Row] = ()
+        began = self.now
         if self.engine.has_work:
-            self.roles.on_outputs(self.engine.step(self.now), self.now)
+            outputs = self.engine.step(began)
+            assert self.engine.plan is not None
+            rows = self.engine.plan.rows
+            self.now += self.step_s
+            self.roles.on_outputs(outputs, self.now)
         self.roles.flush(self.now)
+        self.tallies.on_turn(rows, began, self.now)
         self.check_integrity()
 
     def check_integrity(self) -> None:

@@ -11,6 +11,7 @@ from kvtransfer.errors import PeerGone, TransportError
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Arrived, Event, Importer, PullAborted, PullFailed, Settled
 from kvtransfer.layout import Stamp
+from kvtransfer.pull_events import Cause, PullTimes
 from kvtransfer.ticket import open_ticket
 from kvtransfer.transport import Completion, Status, Transport
 from tests.support.scripted_transport import (
@@ -147,6 +148,29 @@ def test_a_pull_that_arrives() -> None:
     assert pair.run() == [Arrived(b"k", (20, 21), 200)]
     assert pair.local.data == {20: 1004, 21: 1006}
     pair.done()
+
+
+def test_a_pull_says_how_long_its_phases_took() -> None:
+    """Post included: over shared memory the copy runs inside it."""
+    pair, now = Pair(), [100.0]
+    pair.importer = Importer(pair.local, pair.transport, clock=lambda: now[0])
+    connect = pair.transport.connect
+
+    def slowly(peer: object) -> None:
+        connect(CARD)
+        now[0] += 2.0
+
+    pair.transport.connect = slowly  # type: ignore[method-assign]
+    pair.importer.start(b"k", pair.ticket, CARD, [(1, 20)], 1000.0, asked=99.0)
+    now[0] += 4.0
+    pair.finish()
+    assert pair.importer.poll(0.0) == []
+    now[0] += 0.5
+    pair.finish()
+    (event,) = pair.importer.poll(0.0)
+    assert isinstance(event, Arrived)
+    assert event.times == PullTimes(queue_s=1.0, wire_s=6.0, seals_s=0.5)
+    assert event.times.total_s == 7.5
 
 
 def test_nothing_to_pull_arrives_at_once() -> None:
@@ -390,6 +414,7 @@ def test_a_pull_that_makes_no_progress_ends(reads_before: int) -> None:
     assert isinstance(event, PullFailed)
     assert not event.settled
     assert "nothing arrived for 5 s" in event.reason
+    assert event.cause is Cause.STALLED
     assert pair.importer.poll(64.0) == []  # not settled, whatever the clock says
     pair.finish()
     assert pair.importer.poll(64.0) == [Settled(b"k", (20, 21))]
@@ -467,7 +492,11 @@ def test_what_moves_ends_before_its_transport_does() -> None:
     assert pair.importer.poll(63.0) == [
         PullAborted(b"gone", (25,), settled=True),
         PullFailed(
-            b"late", (24,), "the pull's deadline passed with the kv not asked for", settled=True
+            b"late",
+            (24,),
+            "the pull's deadline passed with the kv not asked for",
+            settled=True,
+            cause=Cause.EXPIRED,
         ),
     ]
     (seals,) = set(pair.transport.reads) - {pair.lost}  # but what is in flight goes on to its end

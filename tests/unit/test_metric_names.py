@@ -8,26 +8,19 @@ shown by ``tests/serve/test_prometheus.py``.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from router import wire
-from router.buckets import LAG, Tally
 from router.config import RouterConfig, RouterSettings
 from router.dispatch import Dispatcher
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.scraping import no_targets
 from services.dashboards.boards import all_boards
-from services.engine.budget import SchedulerStats
-from services.engine.config import EngineConfig
-from services.engine.meter import StepMeter
-from services.metrics import Sources, WorkerTallies, registry_of
-from services.pulls import PullStats
 from tests.support.promql import FOLDER, ROOT, Asked, board_queries, recorded, rule_queries, used
+from tests.support.worker_box import Box
 
 PAGE = ROOT / "docs" / "observability.md"
 KINDS = {"C": "counter", "G": "gauge", "H": "histogram"}
@@ -61,29 +54,12 @@ def listed() -> dict[str, Metric]:
 
 def exported() -> dict[str, Metric]:
     """The families of a router and of a worker that have done nothing yet."""
-    return dict([*_families(router_registry()), *_families(worker_registry())])
+    return dict([*_families(router_registry()), *_families(Box("d1").registry())])
 
 
 def router_registry() -> CollectorRegistry:
     settings = RouterSettings(RouterConfig(), "", "tiny", "r1", b"secret")
     return RouterMetrics(settings, Ledger(), [], Dispatcher(settings, no_targets)).registry
-
-
-def worker_registry() -> CollectorRegistry:
-    blocks = {"free": 3, "active": 1, "cached": 0, "leased": 0, "quarantined": 0}
-    sources = Sources(
-        config=EngineConfig(),
-        load=lambda: wire.Load(blocks=blocks),
-        steps=SchedulerStats(),
-        meter=StepMeter(),
-        pulls=PullStats(),
-        exporter=SimpleNamespace(num_leased=0, expired_count=0),
-        num_pulling=lambda: 0,
-        rebuild_count=lambda: 0,
-        lag=Tally(LAG),
-    )
-    names = {"model": "tiny", "role": "decode", "replica": "d1"}
-    return registry_of(names, "memory", WorkerTallies(), sources)
 
 
 def _families(registry: CollectorRegistry) -> Iterator[tuple[str, Metric]]:

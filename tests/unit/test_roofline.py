@@ -10,6 +10,7 @@ import pytest
 from tests.support import bench
 from tests.support.bench import Case, Cell, Results, Target, Timing
 from tests.support.roofline import (
+    SMOLLM,
     Ceilings,
     Shape,
     decode_bytes,
@@ -17,17 +18,6 @@ from tests.support.roofline import (
     decode_roof_s,
     prefill_flops,
     prefill_share,
-)
-
-SMOLLM = Shape.of(
-    {
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    }
 )
 
 
