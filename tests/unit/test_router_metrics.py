@@ -1,0 +1,131 @@
+"""What a router exports: names, labels, zeros, borders; and that routers do not mix."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router import wire
+from router.config import RouterConfig, RouterSettings
+from router.dispatch import Dispatcher
+from router.ledger import Ledger, Objectives
+from router.metrics import RouterMetrics
+
+MODEL = "tiny"
+LABELS = {
+    "baton_requests": "endpoint stream code error_type",
+    "baton_requests_in_flight": "",
+    "baton_requests_queued": "",
+    "baton_admission_rejections": "reason",
+    "baton_client_disconnects": "stage",
+    "baton_time_to_first_token_seconds": "stream",
+    "baton_time_per_output_token_seconds": "",
+    "baton_inter_token_latency_seconds": "",
+    "baton_request_duration_seconds": "code",
+    "baton_slo_requests": "slo verdict",
+    "baton_slo_objective_seconds": "slo",
+    "baton_prompt_tokens": "",
+    "baton_cached_prompt_tokens": "",
+    "baton_generated_tokens": "",
+    "baton_request_prompt_tokens": "",
+    "baton_request_generated_tokens": "",
+    "baton_stage_duration_seconds": "stage",
+    "baton_route_decisions": "policy decision",
+    "baton_route_overhead_seconds": "",
+    "baton_retries": "stage reason",
+    "baton_failovers": "kind",
+    "baton_workers": "role state",
+    "baton_worker_losses": "role reason",
+    "baton_autoscale_replicas": "role kind",
+    "baton_event_loop_lag_seconds": "",
+}
+"""By family, which for a counter has no ``_total``. All but the last have ``model`` besides."""
+
+
+async def _nobody() -> list[wire.WorkerCard]:
+    return []
+
+
+def metrics(ledger: Ledger | None = None, **settings: object) -> RouterMetrics:
+    made = RouterSettings(
+        RouterConfig(), "", MODEL, "R", b"s" * 32, **settings  # type: ignore[arg-type]
+    )  # fmt: skip
+    return RouterMetrics(
+        made, ledger or Ledger(Objectives(2.0, 0.1)), [], Dispatcher(made, _nobody)
+    )
+
+
+def families(registry: CollectorRegistry) -> dict[str, Metric]:
+    """As a reader of the page gets them."""
+    page = generate_latest(registry).decode()
+    return {family.name: family for family in text_string_to_metric_families(page)}
+
+
+def test_every_series_of_the_contract_is_there_with_its_labels() -> None:
+    exported = families(metrics().registry)
+    assert exported.keys() == LABELS.keys()
+    for name, family in exported.items():
+        expected = set(LABELS[name].split())
+        if name != "baton_event_loop_lag_seconds":
+            expected.add("model")
+        # Of durations by code there are none before the first request.
+        assert family.samples or name == "baton_request_duration_seconds", name
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == expected, sample
+            assert sample.labels.get("model", MODEL) == MODEL
+        assert family.documentation
+
+
+def test_nothing_has_happened_is_exactly_zero() -> None:
+    for name, family in families(metrics().registry).items():
+        if name != "baton_slo_objective_seconds":
+            assert {sample.value for sample in family.samples} <= {0.0}, name
+
+
+def test_objectives_and_their_borders() -> None:
+    ledger = Ledger(Objectives(1.7, 0.033))
+    registry = metrics(ledger).registry
+    for slo, seconds in (("ttft", 1.7), ("tpot", 0.033)):
+        labels = {"model": MODEL, "slo": slo}
+        assert registry.get_sample_value("baton_slo_objective_seconds", labels) == seconds
+    for name, labels in (
+        ("baton_time_to_first_token_seconds", {"stream": "true", "le": "1.7"}),
+        ("baton_time_per_output_token_seconds", {"le": "0.033"}),
+        ("baton_inter_token_latency_seconds", {"le": "0.033"}),
+    ):
+        assert registry.get_sample_value(f"{name}_bucket", {"model": MODEL, **labels}) == 0.0
+
+
+def test_the_wanted_replicas_come_from_the_configuration() -> None:
+    registry = metrics(replicas=(("prefill", 2), ("decode", 3))).registry
+    for role, number in (("prefill", 2), ("decode", 3), ("mixed", 0)):
+        labels = {"model": MODEL, "role": role, "kind": "target"}
+        assert registry.get_sample_value("baton_autoscale_replicas", labels) == number
+
+
+def test_two_routers_of_one_process_do_not_mix() -> None:
+    one, other = metrics(), metrics()
+    one._ledger.generated_tokens += 5
+    labels = {"model": MODEL}
+    assert one.registry.get_sample_value("baton_generated_tokens_total", labels) == 5
+    assert other.registry.get_sample_value("baton_generated_tokens_total", labels) == 0
+
+
+@pytest.mark.parametrize("field", ["slo_ttft_s", "slo_tpot_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_objectives_are_numbers_above_zero(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"router.{field}"):
+        RouterConfig(**{field: value})
+
+
+def test_a_scrape_needs_no_event_loop() -> None:
+    """It comes in a thread of its own while the loop is busy."""
+    made = metrics()
+
+    async def scenario() -> bytes:
+        return await asyncio.to_thread(generate_latest, made.registry)
+
+    assert asyncio.run(scenario()).startswith(b"# HELP baton_requests_total")
