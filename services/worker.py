@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvtransfer.exporter import Exporter
 from kvtransfer.faults import Faults, parse_faults
@@ -30,10 +29,11 @@ from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Transport
 from kvtransfer.transports import open_transport
 from router import wire
-from router.exposition import Exposed, Exposition
+from router.exposition import Exposition
 from router.link import Link, WorkerServer, serve_worker
 from router.loop_lag import LoopLag
 from router.tracing import open_tracing
+from router.vllm_names import worker_view
 from services.budget import with_budgets
 from services.ceilings import machine_ceilings
 from services.decode import DecodeService
@@ -81,7 +81,6 @@ class Worker:
         self.epoch = secrets.randbits(64) or 1
         self.card: wire.WorkerCard | None = None
         self.on_load: Callable[[wire.Load], None] = lambda load: None
-        self.collector: Exposed = CollectorRegistry()
         self._lag = LoopLag()
         self._load: wire.Load | None = None
         self._routers: dict[Link, _Router] = {}
@@ -112,7 +111,7 @@ class Worker:
             self._progress,
         )
         port = settings.metrics_port
-        self._exposition = await asyncio.to_thread(Exposition, self.collector, settings.host, port)
+        self._exposition = await asyncio.to_thread(Exposition, self._shown, settings.host, port)
         self.card = wire.WorkerCard(
             worker_id=settings.worker_id,
             epoch=self.epoch,
@@ -222,7 +221,8 @@ class Worker:
         sources = Sources(
             self.engine, decode.stats, exporter, self._puller, tallies, self._lag.tally, self.load
         )
-        self.collector = registry_of(settings, transport.name, sources)
+        registry = registry_of(settings, transport.name, sources)
+        self._shown = worker_view(settings.metrics_compat, registry, settings.worker_id)
 
     def _open_transport(self, build: int = 0) -> Transport:
         """The KV transport, or another one in its place; how peers reach it goes into the card."""
