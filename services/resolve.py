@@ -63,6 +63,8 @@ def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig
         )
     if config.tracing_endpoint and not machine.tracing:
         raise ConfigError(f"tracing_endpoint: {config.tracing_endpoint!r}: {MISSING}")
+    if machine.one_host:
+        _check_metrics_ports(config)
     changes: dict[str, Any] = {}
     for role, pool in config.pools():
         changes[role] = _resolve_pool(role, pool, config.num_workers, machine, model)
@@ -71,6 +73,16 @@ def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig
         _check_form(resolved.prefill, resolved.decode)
     _check_memory(resolved, machine, model)
     return resolved
+
+
+def _check_metrics_ports(config: AppConfig) -> None:
+    """The API's port must not be one that a process of this host would take for its metrics."""
+    first, num = config.metrics_port, config.num_workers + config.routers
+    if first and first <= config.port < first + num:
+        raise ConfigError(
+            f"metrics_port: {num} processes take ports from {first} on, and {config.port} (port) is"
+            f" among them; use one above {config.port}, or at most {config.port - num}"
+        )
 
 
 def _resolve_pool(

@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
 
 from router import wire
+from router.scraping import Target
 from services.registry import LENGTH_BYTES, RegistryActor, RegistryClient, Table
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -86,6 +88,25 @@ def test_all_readers_are_told_at_once_that_the_deployment_stops(client: Registry
     asyncio.run(scenario())
 
 
+def test_routers_that_ask_are_targets_beside_the_workers(client: RegistryClient) -> None:
+    async def scenario() -> None:
+        worker, silent = replace(card(), metrics_port=9000), card("decode-1")
+        here = Target("127.0.0.1", 9001, "router", "router-1", "m")
+        there = replace(here, port=9002, replica="router-2")
+        for known in (worker, silent):
+            await client.heartbeat(known, load())
+        other = RegistryClient(client._name)
+        await client.discover(router=here)
+        await other.discover(router=there)
+        # whichever router is asked
+        expected = [Target("127.0.0.1", 9000, "prefill", "prefill-1", "m"), here, there]
+        assert await client.targets() == await other.targets() == expected
+        await other.leave("router-2")
+        assert await client.targets() == expected[:2]
+
+    asyncio.run(scenario())
+
+
 def test_without_news_the_reader_gets_the_same_after_its_patience(client: RegistryClient) -> None:
     async def scenario() -> None:
         await client.heartbeat(card(), load())
@@ -150,6 +171,19 @@ def test_the_table_expires_by_its_clock() -> None:
     assert table.expire()
     assert table.reports() == [(b"card", b"load")]
     assert table.version == version + 3
+
+
+def test_a_router_that_asks_no_more_expires_without_news_to_anybody() -> None:
+    now = [0.0]
+    table = Table(clock=lambda: now[0], expire_s=5)
+    version = table.version
+    table.present({"replica": "router-1"})
+    now[0] = 4
+    table.present({"replica": "router-2"})
+    now[0] = 6
+    assert not table.expire()
+    assert table.routers() == [{"replica": "router-2"}]
+    assert table.version == version
 
 
 def test_cards_are_wire_frames() -> None:

@@ -160,6 +160,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"routers": "0"}, "--routers: 0 is out of range"),
         ({"pull_faults": "drop=0.1,dealy=1"}, "--pull-faults: 'drop=0.1,dealy=1': 'dealy' is not"),
         ({"link_faults": "drop=2"}, "--link-faults: 'drop=2': the probabilities must lie"),
+        ({"metrics_port": "65536"}, "--metrics-port: 65536 is out of range"),
+        ({"metrics_compat": "sglang"}, "--metrics-compat: 'sglang': it can be vllm, or empty"),
     ],
 )
 def test_wrong_flags(flags: dict[str, str], message: str) -> None:
@@ -274,6 +276,7 @@ def test_the_pool_takes_its_share_of_little_memory() -> None:
         ({"device": "cuda"}, LAPTOP, ["'cuda'", "no CUDA device"]),
         ({"transport": "memory"}, LAPTOP, ["'memory'", "nixl, tcp and nccl"]),
         ({"token_budget": "64", "chunk_budget": "65"}, LAPTOP, ["prefill.chunk_budget: 65", "64"]),
+        ({"metrics_port": "7998"}, LAPTOP, ["metrics_port: 3 processes", "8000", "at most 7997"]),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -295,6 +298,13 @@ def test_a_pair_must_agree_on_the_form_of_its_kv(name: str, values: tuple[object
         resolve(from_yaml(raw), LAPTOP, MODEL)
     assert f"prefill.{name}: {values[0]!r}" in str(caught.value)
     assert f"decode.{name}: {values[1]!r}" in str(caught.value)
+
+
+def test_metrics_ports_beside_the_apis_are_fine() -> None:
+    for first in (0, 7997, 8001):
+        assert resolve(load(None, {"metrics_port": str(first)}), LAPTOP, MODEL)
+    # on several hosts each has fewer of the processes
+    resolve(load(None, {"metrics_port": "7998"}), replace(LAPTOP, one_host=False), MODEL)
 
 
 def test_mixed_workers_alone_need_no_pair() -> None:
