@@ -65,7 +65,7 @@ class Script:
         return self
 
     def prefilled(self, index: int = 0, cached: int = 0) -> None:
-        """0.5 s until there is room, 0.125 s for a reservation, 1 s at P, 0.75 s of it computing."""
+        """0.5 s until there is room, 0.125 s to reserve, 1 s at P, 0.75 s of it computing."""
         marks = self.marks[index]
         self.clock.after(0.5)
         marks.began("P0", "D0")
