@@ -133,7 +133,7 @@ export class Goodput {
     figures(this.section, [
       ["in objective", share === null ? "–" : percent(share), share === null ? "" : share >= 0.99 ? "good" : share < 0.95 ? "bad" : ""],
       ["tokens/s", rates.length ? amount(tokens) : "–"],
-      ["running", `${requests.running}`],
+      ["in flight", `${requests.in_flight}`],
       ["queued", `${requests.queued}`],
     ]);
     const label = share === null ? "No request in the last minute"

@@ -22,19 +22,18 @@ State = Callable[[], dict[str, Any]]
 
 def open_feed(settings: RouterSettings, state: State, requests: Requests) -> Feed:
     """A feed that hears of every request; ``state`` is what ``GET /internal/state`` answers."""
-    feed = Feed(lambda: picture(settings, state()), requests.seen)
+    feed = Feed(lambda: picture(settings, state(), len(requests)), requests.seen)
     requests.on_finished.append(feed.ended)
     return feed
 
 
-def picture(settings: RouterSettings, state: dict[str, Any]) -> dict[str, Any]:
+def picture(settings: RouterSettings, state: dict[str, Any], in_flight: int) -> dict[str, Any]:
     """The part of each event that is about the router and its workers."""
-    config, counted = settings.config, state["requests"]
+    config = settings.config
     return {
         "router": {"id": settings.router_id, "policy": config.policy},
         "model": settings.served_model,
         "slo": {"ttft": config.slo_ttft_s, "tpot": config.slo_tpot_s},
-        "requests": {"running": counted["running"], "queued": counted["queued"]},
+        "requests": {"in_flight": in_flight, "queued": state["requests"]["queued"]},
         "workers": [{name: entry[name] for name in OF_A_WORKER} for entry in state["workers"]],
-        "pairs": len(state["pairs"]),
     }
