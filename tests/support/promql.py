@@ -90,6 +90,31 @@ def used(expr: str) -> list[Used]:
     return list(_used(promql_parser.parse(expr), frozenset()))
 
 
+_MATCHING = r"(?:\s+(?:on|ignoring|group_left|group_right)\s*\([^()]*\))*"
+_BETWEEN = re.compile(rf"\s*(?:\b(?:and|or|unless)\b|[=!<>]=|[<>]){_MATCHING}\s*")
+
+
+def operands(expr: str) -> list[str]:
+    """What an expression compares, or takes the union or difference of: parts that have data even
+    where the comparison is false. Numbers are left out; of ``absent(x)`` it is ``x``.
+    """
+    expr = " ".join(expr.split())
+    masked, depth, quoted = "", 0, False
+    for char in expr:
+        quoted ^= char == '"'
+        depth -= not quoted and char in ")]}"
+        masked += "_" if depth or quoted else char
+        depth += not quoted and char in "([{"
+    cuts = [match.span() for match in _BETWEEN.finditer(masked)]
+    begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), len(expr)]
+    parts = [expr[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    return [
+        part.removeprefix("absent(").removesuffix(")") if part.startswith("absent(") else part
+        for part in parts
+        if not re.fullmatch(r"[\d.]+", part)
+    ]
+
+
 def _used(node: Any, asked: frozenset[str]) -> Iterator[Used]:
     match node:
         case promql_parser.VectorSelector():

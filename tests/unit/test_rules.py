@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.promql import FOLDER, ROOT, recorded, rule_queries, used
+from tests.support.promql import FOLDER, ROOT, operands, recorded, rule_queries, used
 
 SEVERITIES = {"page", "ticket"}
 
@@ -76,3 +76,20 @@ def test_every_window_of_the_burn_rates_is_recorded_from_counters_of_that_window
             ranges = set(re.findall(r"\[(\w+)\]", rule["expr"]))
             recorded_ranges = set(re.findall(r"rate(\d+\w)\b", rule["expr"]))
             assert ranges | recorded_ranges == {window[1]}, rule["record"]
+
+
+@pytest.mark.parametrize(
+    ("expr", "parts"),
+    [
+        ("a", ["a"]),
+        ("a / b > 0.5", ["a / b"]),
+        ('up{job="x>y"} == 0', ['up{job="x>y"}']),
+        ("a > 14.4 and b > 14.4 and on (m, n) sum by (m) (c) > 10", ["a", "b", "sum by (m) (c)"]),
+        ("max by (m) (a)\n < on (m) max by (m) (b)", ["max by (m) (a)", "max by (m) (b)"]),
+        ("a > 0 unless on (m) increase(b[5m]) > 0", ["a", "increase(b[5m])"]),
+        ('absent(up{role="router"})', ['up{role="router"}']),
+        ("1 - (a or 0 * b) / b", ["1 - (a or 0 * b) / b"]),
+    ],
+)
+def test_operands_are_found_at_the_top_only(expr: str, parts: list[str]) -> None:
+    assert operands(expr) == parts
