@@ -1,6 +1,9 @@
 """The metrics port of a process: over real sockets, and how it ends."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -15,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from router.exposition import Exposition
 from tests.support.prometheus import scrape
+from tests.support.promql import ROOT
 
 HOST = "127.0.0.1"
 
@@ -128,6 +132,32 @@ def test_a_mistake_in_a_collector_is_an_error_of_that_scrape_only(
         assert "# TYPE cakes gauge" in scrape(url(page))
     finally:
         page.close()
+
+
+WITHOUT_FILES = """
+import urllib.request
+from router.api import create_api
+from router.config import RouterConfig, RouterSettings
+from router.exposition import Exposition
+from router.tokenizer import ByteTokenizer
+
+settings = RouterSettings(RouterConfig(), "", "m", "router-1", b"s" * 32)
+front = create_api(settings, None, ByteTokenizer()).state.front
+page = Exposition(front.collector, "127.0.0.1")
+with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics") as answer:
+    print(answer.status, b"baton_requests_total" in answer.read())
+page.close()
+"""
+
+
+def test_no_file_is_needed_for_it() -> None:
+    """B108: neither a temporary folder nor the one in which prometheus_client may keep counters."""
+    nowhere = {"TMPDIR": "/nonexistent", "PROMETHEUS_MULTIPROC_DIR": "/nonexistent"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES],
+        env={**os.environ, **nowhere}, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == ["200", "True"], done.stderr
 
 
 def test_it_listens_on_ipv6(registry: CollectorRegistry) -> None:
