@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers bench-step bench-tools bench-loadtest proof dashboards clean
+	bench-engine bench-peers bench-roofline bench-step bench-tools bench-loadtest proof dashboards clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ bench-engine: dev  ## the engine against the machine's ceilings and transformers
 
 bench-peers: dev  ## the same with llama.cpp (built from source, once) and any server by --url NAME=URL
 	$(BIN)/python -m tests.bench_peers $(ARGS)
+
+bench-roofline: dev  ## a worker's roofline gauges against bench-engine's figures, within 15 %
+	$(BIN)/python -m tests.bench_roofline $(ARGS)
 
 bench-step: dev  ## what a step costs outside the model, by part
 	$(BIN)/python -m tests.bench_step $(ARGS)

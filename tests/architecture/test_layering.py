@@ -63,6 +63,7 @@ PURE = [
     "kvtransfer/errors.py",
     "kvtransfer/exporter.py",
     "kvtransfer/importer.py",
+    "kvtransfer/pull_events.py",
     "kvtransfer/verify.py",
     "kvtransfer/transport.py",
     "router/policy.py",
@@ -73,6 +74,8 @@ PURE = [
     "services/engine/blocks.py",
     "services/engine/scheduler.py",
     "services/engine/engine.py",
+    "services/engine/roofline.py",
+    "services/engine/meter.py",
     "services/engine/config.py",
     "services/engine/model_config.py",
     *(

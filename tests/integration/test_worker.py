@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from services.engine.scheduler import Plan
 from services.engine.weights import read_weights
 from services.settings import WorkerSettings
 from services.worker import Worker
+from tests.support.scrape import Page, scrape
 from tests.support.tiny_model import save_model
 
 SECRET = b"s" * 32
@@ -256,6 +257,48 @@ async def replaces_its_transport(folder: Path) -> None:
         link.send(wire.Release(first.ticket_id))
 
 
+async def counts_what_it_does(folder: Path) -> None:
+    async with running(folder) as (worker, router, link):
+        assert worker.card is not None
+        host, port = worker.card.host, worker.card.metrics_port
+
+        async def page(when: Callable[[Page], bool] = lambda page: True) -> Page:
+            async with asyncio.timeout(WAIT_S):
+                while not when(now := await asyncio.to_thread(scrape, host, port)):
+                    pass
+            return now
+
+        idle = await page()
+        assert idle.value("baton_roofline_peak_flops") > 0
+        assert idle.value("baton_roofline_peak_bytes_per_second") > 0
+        assert idle.value("baton_model_flops_utilization_ratio") == 0
+        assert idle.value("baton_engine_busy_seconds_total") == 0, "what was timed at start counts"
+        assert idle.value("baton_kv_cache_usage_ratio") == 0
+        link.send(prefill(b"a"))
+        first = await router.next(wire.Prefilled)
+        assert isinstance(first, wire.Prefilled)
+        names = {"model": "tiny", "role": "prefill", "replica": "w-1"}
+        now = await page(lambda page: page.value("baton_engine_step_seconds_count", **names) == 1)
+        assert now.values("baton_engine_tokens_total", "kind") == {"prompt": 40, "generated": 1}
+        assert now.values("baton_kv_transfer_in_flight", "side") == {"send": 1}
+        cost = worker.engine.runner.model.step_costs(4).of(worker.engine.plan.rows)  # type: ignore
+        assert now.value("baton_engine_flops_total") == cost.flops
+        assert now.value("baton_engine_bytes_total") == cost.num_bytes
+        busy = now.value("baton_engine_busy_seconds_total")
+        share = cost.flops / busy / now.value("baton_roofline_peak_flops")
+        assert now.value("baton_model_flops_utilization_ratio") == pytest.approx(share)
+        assert now.value("baton_arithmetic_intensity") == pytest.approx(cost.flops / cost.num_bytes)
+        link.send(wire.Release(first.ticket_id))
+        now = await page(lambda page: page.value("baton_kv_cache_usage_ratio") == 0)
+        assert now.value("baton_kv_leases") == 0
+        load = worker.load()
+        assert load.flops == cost.flops
+        assert load.peak_flops == now.value("baton_roofline_peak_flops")
+        await page(lambda page: page.value("baton_event_loop_lag_seconds_count") > 0)
+        waited = now.value("baton_engine_idle_seconds_total")
+        await page(lambda page: page.value("baton_engine_idle_seconds_total") > waited)
+
+
 async def priorities(folder: Path) -> dict[str, int]:
     found = {}
     for role in ("prefill", "decode", "mixed"):
@@ -308,6 +351,10 @@ def test_the_card_says_what_was_measured_and_asked_for(
         asyncio.run(says_what_it_is(tmp_path / "model"))
         assert how in caplog.text
         assert "MiB of weights" in caplog.text
+
+
+def test_a_scrape_says_what_a_worker_did(tmp_path: Path) -> None:
+    asyncio.run(counts_what_it_does(tmp_path))
 
 
 def test_a_replaced_transport_is_in_the_card_and_in_the_load(tmp_path: Path) -> None:

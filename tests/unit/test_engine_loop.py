@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from services.engine.config import EngineConfig
 from services.engine.engine import Engine
-from services.engine.scheduler import Output, Plan
+from services.engine.scheduler import Output, Plan, Row
 from services.engine.sequence import SamplingParams
 from services.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner, naive
@@ -72,7 +72,11 @@ class Box:
         self.runner = GatedRunner()
         self.engine = Engine(EngineConfig(9, 4, 32, 4, 8), self.runner)
         self.handler = RecordingHandler()
-        self.loop = EngineLoop(self.engine, self.handler)
+        self.observe: Callable[[Sequence[Row], float, float], object] = lambda *turn: None
+        self.loop = EngineLoop(self.engine, self.handler, observe=self.told)
+
+    def told(self, rows: Sequence[Row], began: float, ended: float) -> None:
+        self.observe(rows, began, ended)
 
     def add(self, name: bytes, max_tokens: int = 1) -> None:
         params = SamplingParams(max_tokens)
@@ -210,6 +214,42 @@ def test_a_failed_step_is_told_once_and_ends_the_thread(
     assert not box.loop.alive
     assert "out of memory" in box.loop.failure
     assert box.handler.said.empty()
+
+
+def test_each_turn_is_told_once_its_tokens_are_passed_on(box: Box) -> None:
+    turns: queue.SimpleQueue[tuple[int, int, float, float]] = queue.SimpleQueue()
+    flushed: list[bool] = []
+    box.handler.on_flush = lambda: flushed.append(not box.handler.said.empty())
+
+    def observe(rows: Sequence[Row], began: float, ended: float) -> None:
+        assert len(flushed) == 1, "a turn was not told, or before its flush"
+        if rows:
+            assert flushed == [True], "before its tokens were passed on"
+        flushed.clear()
+        turns.put((len(rows), sum(len(row.ids) for row in rows), began, ended))
+
+    box.observe = observe
+    box.loop.start()
+    assert turns.get(timeout=WAIT_S)[:2] == (0, 0)  # the loop turns without work as well
+    for name in (b"a", b"b"):
+        box.add(name)
+    box.runner.gate.release(2)
+    computed, reached = 0, 0.0
+    while computed < 4:
+        rows, tokens, began, ended = turns.get(timeout=WAIT_S)
+        assert reached <= began <= ended, "two turns overlap"
+        assert tokens == 2 * rows
+        reached, computed = ended, computed + tokens
+
+
+def test_a_turn_without_room_is_told_without_rows(box: Box) -> None:
+    rows_seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+    box.engine.reserve((b"all", 0), [1] * 32)
+    box.observe = lambda rows, began, ended: rows_seen.put(len(rows))
+    box.add(b"a")
+    box.loop.start()
+    assert box.handler.stalled.wait(WAIT_S)
+    assert rows_seen.get(timeout=WAIT_S) == 0
 
 
 def test_a_failed_command_is_a_failure_too(box: Box, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from services.engine.roofline import Cost, StepCosts, Weights, attended
 from services.engine.scheduler import Row
 from services.engine.sequence import SamplingParams
 from tests.support.roofline import SMOLLM, decode_bytes, decode_flops, prefill_flops
+from tests.support.worker_box import Box, decode
 
 COSTS = StepCosts(
     layers=Weights(1_000, 4_000),
@@ -89,6 +90,18 @@ def test_a_prompt_in_chunks_is_the_prompt(lengths: list[int]) -> None:
     ]
     assert sum(chunk.flops for chunk in chunks) == prefill_flops(SMOLLM, total)
     assert sum(chunk.num_bytes for chunk in chunks) >= smollm().of([row(0, total)]).num_bytes
+
+
+def test_what_an_engine_plans_is_what_its_tokens_need() -> None:
+    """A prompt in three chunks, and three more tokens."""
+    box, flops = Box("w"), 0
+    box.say(decode([1, 2, 3, 4, 5] * 4))
+    while box.engine.has_work:
+        box.step()
+        assert box.engine.plan is not None
+        flops += smollm().of(box.engine.plan.rows).flops
+    answer = sum(decode_flops(SMOLLM, 1, context) for context in (20, 21, 22))
+    assert flops == prefill_flops(SMOLLM, 20) + answer
 
 
 @pytest.mark.parametrize("int8", [False, True])
