@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,10 @@ class Seen:
     @property
     def code(self) -> int:
         """The status of what became of it: an error in a stream has one of its own."""
-        return self.error.get("code", self.status) if not self.left else 499
+        if self.left:
+            return 499
+        code = self.error.get("code")
+        return code if isinstance(code, int) else self.status
 
     @property
     def tokens(self) -> int:
@@ -48,10 +51,10 @@ async def ask(
     path: str,
     body: dict[str, Any],
     leave_after: int | None = None,
-    leave_when: Callable[[], Awaitable[object]] | None = None,
+    leave_when: Callable[[], Coroutine[Any, Any, object]] | None = None,
 ) -> Seen:
     """Send a request and read all of the answer, or leave: after so many chunks with content, or
-    when something else has happened.
+    when something else happens before that.
     """
     seen = Seen()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -63,11 +66,17 @@ async def ask(
         )
         seen.sent_at = time.monotonic()
         writer.write(head.encode() + payload)
+        reading = asyncio.ensure_future(_read(reader, seen, leave_after))
         if leave_when is not None:
-            await leave_when()
-            seen.left = True
-            return seen
-        await _read(reader, seen, leave_after)
+            leaving = asyncio.ensure_future(leave_when())
+            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            if not reading.done():
+                seen.left = True
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                return seen
+        await reading
         seen.ended_at = time.monotonic()
         return seen
     finally:
