@@ -38,7 +38,7 @@ def machine_ceilings(config: EngineConfig) -> Ceilings:
     key: dict[str, str | int] = {
         "processor": device_name(config.device),
         "threads": config.threads,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
     flops, known = cached(
         {**key, "what": "flops", "dtype": config.dtype},

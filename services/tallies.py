@@ -14,7 +14,7 @@ STEP = (
 )  # fmt: skip
 SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
 WAIT = (0.0005, 0.001, 0.0025, *TTFT)
-PULL = tuple(0.0001 * 2**n for n in range(20))  # 0.1 ms to 52 s
+PULL = tuple(round(0.0001 * 2**n, 4) for n in range(20))  # 0.1 ms to 52 s
 BYTES = tuple(4096.0 * 4**n for n in range(12))  # 4 KiB to 16 GiB
 BLOCKS = tuple(border for border in TOKENS if border <= 20_000)
 
