@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from router.vllm_names import ALIASES, PREFIX
 from tests.support.local_server import LocalServer, local_server
 from tests.support.prometheus import Prometheus, need, prometheus, scrape
 from tests.support.promql import Asked, board_queries, operands, recorded, rule_queries, used
@@ -27,7 +29,7 @@ from tests.support.serving import Client, served, until
 # Objectives that this machine meets while it runs tests besides: no alert may come of it.
 FLAGS = (
     "--max-model-len", "512", "--kv-blocks", "160", "--decode", "2", "--token-budget", "64",
-    "--slo-ttft-s", "60", "--slo-tpot-s", "10",
+    "--slo-ttft-s", "60", "--slo-tpot-s", "10", "--metrics-compat", "vllm",
 )  # fmt: skip
 WINDOW = "1m"  # for Grafana's variables
 LONG = [*range(100, 300)]
@@ -157,6 +159,26 @@ def test_every_metric_and_label_of_boards_and_rules_is_exported(watched: Watched
 
 def uses() -> set[str]:
     return {use.name for query in asked() for use in used(query.expr)}
+
+
+def test_vllms_names_have_the_values_of_ours(watched: Watched) -> None:
+    known = exported(watched.prometheus)
+    for alias in ALIASES:
+        ours, theirs = (
+            {name for name in known if re.fullmatch(f"{family}(_total|_bucket)?", name)}
+            for family in (alias.ours, PREFIX + alias.theirs)
+        )
+        assert ours, alias
+        assert theirs, alias
+        assert {"model_name", "engine"} <= known[theirs.pop()]
+    for theirs, ours in (
+        ("generation_tokens_total", "baton_generated_tokens_total"),
+        ("time_to_first_token_seconds_sum", "baton_time_to_first_token_seconds_sum"),
+        ("nixl_bytes_transferred_sum", "baton_kv_transfer_bytes_sum"),
+    ):
+        value = watched.prometheus.value(f"sum({PREFIX}{theirs})")
+        assert value > 0, theirs
+        assert value == pytest.approx(watched.prometheus.value(f"sum({ours})")), theirs
 
 
 def test_every_query_of_boards_and_rules_returns_data(watched: Watched) -> None:

@@ -25,6 +25,7 @@ import openai
 import psutil
 import pytest
 
+from tests.support.prometheus import scrape
 from tests.support.serving import Client, Served, served, until
 from tests.support.shared_memory import shared_memory
 
@@ -157,6 +158,25 @@ def test_both_routers_take_requests_and_have_proven_the_pair(server: Served) -> 
         assert [pair["state"] for pair in state["pairs"]] == ["proven"]
 
 
+def test_any_router_names_the_metrics_of_all_processes(server: Served) -> None:
+    everybody = {*router_states(server), *(worker["id"] for worker in server.workers())}
+    assert len(everybody) == 4
+    for _ in range(4):  # the routers take turns
+        assert targets(server).keys() == everybody
+    for replica, address in targets(server).items():
+        page = scrape(f"http://{address}/metrics")
+        # A worker's series bear its id; a router's do not, and are not those of a worker.
+        assert (f'replica="{replica}"' in page) != ("baton_requests_total" in page)
+    assert "baton_requests_total" in scrape(f"{server.url}/metrics")
+
+
+def targets(server: Served) -> dict[str, str]:
+    """Addresses of metrics ports, by the ids of their processes."""
+    status, groups = server.get("/internal/prometheus/targets")
+    assert status == 200
+    return {group["labels"]["__meta_baton_replica"]: group["targets"][0] for group in groups}
+
+
 def router_states(server: Served) -> dict[str, dict[str, Any]]:
     """/internal/state of each router that answers."""
     answers = [server.get("/internal/state") for _ in range(6)]
@@ -279,6 +299,7 @@ def test_a_killed_router_costs_only_its_own_streams(server: Served) -> None:
     undisturbed = server.complete_ids(PROMPT, 40)
     streams = [Stream(server, 40) for _ in range(4)]
     victim, other = routers(server)
+    known = router_states(server).keys()
     victim.kill()
     for stream in streams:
         stream.join()
@@ -289,6 +310,8 @@ def test_a_killed_router_costs_only_its_own_streams(server: Served) -> None:
         assert stream.ids == undisturbed[: len(stream.ids)]
         assert stream in cut or len(stream.ids) == 40
     until(lambda: len(router_states(server)) == 2, "another router takes its place", 60)
+    gone = "no target is a router that is gone"
+    until(lambda: targets(server).keys() & known == router_states(server).keys() & known, gone, 20)
     assert other in routers(server)
     assert server.complete_ids(PROMPT, 40) == undisturbed
 
