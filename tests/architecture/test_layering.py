@@ -37,6 +37,13 @@ HEAVY = {
     "nixl_cu12": {"kvtransfer/nixl_agent.py"},
     "fastapi": {"router/api.py"},
     "opentelemetry": {"router/otlp.py"},
+    "prometheus_client": {
+        "router/exposition.py",
+        "router/metrics.py",
+        "router/scraping.py",
+        "router/vllm_names.py",
+        "services/metrics.py",
+    },
     "numba": {
         f"services/engine/{name}.py"
         for name in (
@@ -70,6 +77,9 @@ PURE = [
     "router/admission.py",
     "router/config.py",
     "router/leases.py",
+    "router/buckets.py",
+    "router/observation.py",
+    "router/ledger.py",
     "services/engine/sequence.py",
     "services/engine/blocks.py",
     "services/engine/scheduler.py",
