@@ -7,6 +7,7 @@ token waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
@@ -61,7 +62,8 @@ class Exposition:
             return
         self._server.closing = True
         # The thread waits for a connection: here is one, which it does not answer.
-        with socket.create_connection((self.host, self.port), READ_TIMEOUT_S):
+        address = (self.host, self.port)
+        with contextlib.suppress(OSError), socket.create_connection(address, READ_TIMEOUT_S):
             self._thread.join()
         self._server.server_close()
 
