@@ -1,0 +1,309 @@
+"""The console in Chromium, under load: what is seen, that the chat streams, that it comes back.
+
+Pictures of every part, in both themes and on a phone, are left in ``build/console``. By default
+scripted workers answer; ``pytest --full tests/serve/test_console.py`` takes the pictures in front
+of the default model in real engines as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.console_stage import Stage, real, scripted, stage
+from tests.support.chromium import Browser, Page, chromium, need_chromium
+
+PICTURES = Path(__file__).parents[2] / "build" / "console"
+PARTS = (
+    "ttft", "tpot", "goodput", "lanes", "chat", "workers", "roofline", "requests",
+)  # fmt: skip
+LIVE = "document.querySelector('#connection').dataset.state === 'live'"
+ROWS = "document.querySelectorAll('#requests tbody tr').length"
+SIZES = {"desktop": (1440, 900, False), "phone": (390, 844, True)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    need_chromium()
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def at(browser: Browser) -> Iterator[Stage]:
+    with stage(scripted) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, at: Stage) -> Iterator[Page]:
+    """An open console; whatever a test does with it, it complains of nothing and stays at home."""
+    opened = browser.page()
+    opened.goto(f"{at.url}/console")
+    opened.until(LIVE)
+    yield opened
+    opened.close()
+    assert opened.problems == []
+    assert [url for url in opened.requests if not url.startswith(f"{at.url}/")] == []
+
+
+def text_of(page: Page, selector: str) -> str:
+    return str(page.js(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+
+# --- what is seen --------------------------------------------------------------------------------
+
+
+def test_every_part_in_both_themes(browser: Browser, at: Stage, page: Page) -> None:
+    at.begin_load(rate=7, words=(5, 120), tokens=(20, 90))
+    try:
+        page.until(f"{ROWS} > 25", 30)
+        pictures_of(page, PICTURES)
+        look_at_parts(page)
+    finally:
+        at.end_load()
+
+
+def test_real_engines(browser: Browser, full: bool) -> None:
+    if not full:
+        pytest.skip("takes a minute: --full")
+    with stage(real) as at:
+        page = browser.page()
+        page.goto(f"{at.url}/console")
+        page.until(LIVE)
+        at.begin_load(rate=0.8, words=(20, 300), tokens=(10, 60))
+        try:
+            page.until(f"{ROWS} > 20", 120)
+            look_at_parts(page)
+            pictures_of(page, PICTURES / "real")
+        finally:
+            at.end_load()
+            page.close()
+        assert page.problems == []
+
+
+def pictures_of(page: Page, folder: Path) -> None:
+    """Every part, in both themes, wide and on a phone."""
+    for size, (width, height, phone) in SIZES.items():
+        page.size(width, height, phone)
+        for theme in ("light", "dark"):
+            page.media(prefers_color_scheme=theme)
+            page.until(f"document.documentElement.dataset.theme === '{theme}'")
+            page.js("new Promise(done => setTimeout(done, 600))")  # one more state is drawn
+            page.shoot(folder / f"{size}-{theme}.png")
+            for part in PARTS if size == "desktop" else ():
+                path = folder / f"{part}-{theme}.png"
+                page.shoot(path, f"#{part}")
+                assert colours_in(path) > 12, f"{path} shows nothing"
+        wide = page.js("document.scrollingElement.scrollWidth")
+        assert wide <= width, f"{size}: {wide} CSS pixels wide"
+    page.size(*SIZES["desktop"])
+
+
+def look_at_parts(page: Page) -> None:
+    """The same in words: figures, workers, ways over two pools."""
+    for panel in ("ttft", "tpot"):
+        figures = text_of(page, f"#{panel} .figures")
+        assert "p95" in figures
+        assert "s" in figures.replace("p50", "")
+        assert "–" not in figures
+    assert "objective" in page.js("document.querySelector('#ttft canvas').ariaLabel")
+    workers = text_of(page, "#workers")
+    assert "Prefill" in workers
+    assert "Decode" in workers
+    assert "running" in workers
+    way = page.until("document.querySelector('#requests td.way')?.innerText.includes('→')")
+    assert way
+    assert "FLOP per byte" in page.js("document.querySelector('#roofline canvas').ariaLabel")
+    assert page.js("document.querySelector('#lanes canvas').clientHeight") > 120
+
+
+def colours_in(path: Path) -> int:
+    """Different colours of a PNG, by its own decoder: an empty canvas has one or two."""
+    data = path.read_bytes()
+    width, height, depth, kind = struct.unpack(">IIBB", data[16:26])
+    assert (depth, kind) in ((8, 2), (8, 6))
+    size = 3 if kind == 2 else 4
+    packed, at = b"", 8
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        if data[at + 4 : at + 8] == b"IDAT":
+            packed += data[at + 8 : at + 8 + length]
+        at += 12 + length
+    raw, stride = zlib.decompress(packed), width * size + 1
+    # Filtered rows are good enough to tell a picture from a plain surface.
+    rows = (raw[i * stride + 1 : (i + 1) * stride] for i in range(0, height, 3))
+    found = Counter(row[i : i + size] for row in rows for i in range(0, len(row), size))
+    return len(found)
+
+
+# --- what one does -------------------------------------------------------------------------------
+
+
+def test_the_chat_streams(page: Page) -> None:
+    page.press("/")
+    assert page.js("document.activeElement.id") == "question"
+    page.js("document.querySelector('#max-tokens').value = 60")
+    page.js(
+        "window.lengths = []; new MutationObserver(() => lengths.push("
+        "document.querySelector('.talk .assistant .said')?.textContent.length || 0))"
+        ".observe(document.querySelector('.talk'),"
+        " {subtree: true, childList: true, characterData: true})"
+    )
+    page.type("How is a baton passed?")
+    page.press("Enter")
+    assert page.until("document.querySelector('#send').textContent === 'Stop'")
+    page.until("document.querySelector('#send').textContent === 'Send'")
+    assert text_of(page, ".talk .user .said") == "How is a baton passed?"
+    answer = text_of(page, ".talk .assistant .said")
+    assert answer.startswith("A baton is passed from hand to hand")
+    lengths = sorted(set(page.js("lengths")) - {0})
+    assert len(lengths) > 20, "it came in one piece"
+    assert lengths[-1] == 60
+    # What it cost, as the page measured it; and where it was, as the router tells.
+    page.until("document.querySelector('.talk .note button')")
+    note = text_of(page, ".talk .assistant .note")
+    assert "first token" in note
+    assert "60 tokens" in note
+    assert "prefill-" in note
+    assert "decode-" in note
+    page.click(".talk .note button")
+    detail = text_of(page, "#requests .one")
+    for stage_name in ("prefill", "KV transfer", "decode", "first token"):
+        assert stage_name in detail
+
+
+def test_an_answer_is_stopped(page: Page) -> None:
+    page.js("document.querySelector('#max-tokens').value = 1000")
+    page.click("#question")
+    page.type("Go on and on")
+    page.press("Enter")
+    page.until("(document.querySelector('.talk .assistant .said')?.textContent.length || 0) > 5")
+    page.press("Escape")
+    page.until("document.querySelector('#send').textContent === 'Send'")
+    assert "stopped" in text_of(page, ".talk .assistant .note")
+    page.until(
+        "[...document.querySelectorAll('#requests td')].some(e => e.innerText === 'cancelled')"
+    )
+
+
+def test_errors_are_told(page: Page) -> None:
+    page.js("document.querySelector('#temperature').max = 9")
+    page.js("document.querySelector('#temperature').value = 9")
+    page.click("#question")
+    page.type("Too hot")
+    page.press("Enter")
+    page.until("document.querySelector('.talk .note.error')")
+    assert "temperature" in text_of(page, ".talk .note.error")
+    page.problems[:] = [p for p in page.problems if "400" not in p]  # the browser's own line
+
+
+def test_the_keyboard(page: Page) -> None:
+    page.press("t")
+    first = page.js("document.documentElement.dataset.theme")
+    page.press("t")
+    assert page.js("document.documentElement.dataset.theme") != first
+    page.press("p")
+    assert page.js("document.querySelector('#connection').dataset.state") == "paused"
+    page.press("p")
+    page.until(LIVE)
+    page.press("?")
+    assert page.js("document.querySelector('#help-dialog').open")
+    page.press("Escape")
+    page.until("!document.querySelector('#help-dialog').open")
+    page.until(f"{ROWS} > 1")
+    page.press("k")
+    chosen = "document.querySelector('#requests tr[aria-selected=true]')?.dataset.key"
+    newest = page.until(chosen)
+    page.press("k")
+    assert page.js(chosen) != newest
+    page.js("document.querySelector('#requests tr[aria-selected=true]').focus()")
+    page.press("ArrowUp")
+    assert page.js(chosen) == newest
+    page.press("Escape")
+    assert page.js(chosen) is None
+
+
+def test_the_page_survives_a_restart_of_the_router(at: Stage, page: Page) -> None:
+    before = page.until(ROWS)
+    at.stop_router()
+    page.until("document.querySelector('#connection').dataset.state === 'lost'")
+    assert page.js(ROWS) == before
+    at.start_router()
+    page.until(LIVE)
+    assert page.js(ROWS) >= before  # the new router knows nothing of them, the page does
+    page.click("#question")
+    page.type("Still there?")
+    page.press("Enter")
+    page.until("document.querySelector('.talk .note button')")
+    page.problems[:] = [p for p in page.problems if "ERR_CONNECTION_REFUSED" not in p]
+
+
+def test_a_server_that_asks_for_a_key(at: Stage, page: Page) -> None:
+    at.stop_router()
+    at.start_router(api_keys=("sesame",))
+    try:
+        page.until("document.querySelector('#key-dialog').open")
+        page.type("wrong")
+        page.press("Enter")
+        page.until("!document.querySelector('#key-dialog').open")
+        page.until("document.querySelector('#connection').dataset.state === 'locked'")
+        page.click("#key")
+        page.until("document.querySelector('#key-dialog').open")
+        page.type("sesame")
+        page.press("Enter")
+        page.until(LIVE)
+        page.click("#question")
+        page.type("And the chat?")
+        page.press("Enter")
+        page.until("document.querySelector('.talk .note button')")
+    finally:
+        at.stop_router()
+        at.start_router()
+    page.problems[:] = [p for p in page.problems if "401" not in p and "REFUSED" not in p]
+
+
+# --- what it computes ----------------------------------------------------------------------------
+
+
+def in_page(page: Page, module: str, expression: str) -> Any:
+    return page.js(f"import('/console/{module}').then(m => {expression})")
+
+
+def test_numbers_as_they_are_written(page: Page) -> None:
+    for value, text in (
+        (0.00123, "1.2 ms"), (0.0123, "12 ms"), (0.9, "900 ms"), (0.9996, "1.00 s"),
+        (12.34, "12.3 s"), (120.4, "120 s"),
+    ):  # fmt: skip
+        assert in_page(page, "draw.js", f"m.seconds({value})") == text
+    assert in_page(page, "draw.js", "m.seconds(null)") == "–"
+    for value, text in ((0, "0"), (7, "7"), (7.5, "7.50"), (999.4, "999"), (1234, "1.23 k")):
+        assert in_page(page, "draw.js", f"m.amount({value})") == text
+    assert in_page(page, "draw.js", "m.amount(9e10, 'FLOP/s')") == "90.0 GFLOP/s"
+    assert in_page(page, "draw.js", "m.logTicks(0.05, 3)") == [0.05, 0.1, 0.2, 0.5, 1, 2]
+    x = in_page(page, "draw.js", "m.logScale(1, 100, 0, 200)(10)")
+    assert math.isclose(x, 100)
+
+
+def test_rates_of_a_worker(page: Page) -> None:
+    first = {"t": 10, "generated": 100, "computed": 0, "pulled": 0, "flops": 1e9, "bytes": 1e8,
+             "busy": 4}  # fmt: skip
+    last = {"t": 20, "generated": 350, "computed": 50, "pulled": 1e6, "flops": 21e9, "bytes": 21e8,
+            "busy": 9}  # fmt: skip
+    rates = in_page(page, "model.js", f"m.ratesBetween({json.dumps(first)}, {json.dumps(last)})")
+    assert rates == {
+        "generated": 25, "computed": 5, "pulled": 1e5, "busy": 0.5, "flops": 4e9, "bytes": 4e8,
+        "intensity": 10,
+    }  # fmt: skip
+    idle = in_page(
+        page, "model.js", f"m.ratesBetween({json.dumps(first)}, {{...{json.dumps(first)}, t: 20}})"
+    )
+    assert (idle["intensity"], idle["flops"], idle["busy"]) == (0, 0, 0)
