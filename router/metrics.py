@@ -270,7 +270,7 @@ def histogram(
 
 def counts_of(counts: Mapping[Key, float], known: Iterable[Key] = ()) -> dict[Key, float]:
     """A copy, with zeros for what is ``known`` and has not happened."""
-    return dict.fromkeys(known, 0) | dict(counts)
+    return dict.fromkeys(known, 0.0) | dict(counts)
 
 
 def _text(flag: bool) -> str:

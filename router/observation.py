@@ -138,7 +138,8 @@ def judged(seen: Observation, ttft_slo_s: float, tpot_slo_s: float) -> Observati
     if seen.ended_at is None or seen.error_type in ("validation", "not_found"):
         return seen
     ours, left = is_our_fault(seen.code), seen.error_type == "cancelled"
-    ttft_good = tpot_good = None
+    ttft_good: bool | None = None
+    tpot_good: bool | None = None
     if seen.ttft_s is not None:
         ttft_good = seen.ttft_s <= ttft_slo_s
     elif ours or (left and seen.tokenized_at is not None and seen.ended_at > ttft_slo_s):
