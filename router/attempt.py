@@ -43,9 +43,8 @@ class Attempt:
         self, job: Job, prefill: Worker | None, decode: Worker, early: bool, replace: Replace
     ) -> None:
         job.num_attempts += 1
-        self._marks = job.marks
-        self._marks.began(prefill.card.worker_id if prefill else "", decode.card.worker_id)
         demand = job.demand
+        needs_decode = prefill is None or demand.max_tokens > 1
         self.number = job.num_attempts
         self._job = job
         self._early = early
@@ -63,11 +62,16 @@ class Attempt:
         self._ticket: wire.Prefilled | None = None  # not released yet
         self._replaced = False
         self._introductions = 0
+        self._marks = job.marks
+        self._marks.began(
+            prefill.card.worker_id if prefill is not None else "",
+            decode.card.worker_id if needs_decode else "",
+        )
         if prefill is None:
             self._decode = self._call(decode, demand.num_tokens, self._blocks)
             return
         self._prefill = self._call(prefill, demand.num_tokens, 0)
-        if demand.max_tokens > 1:
+        if needs_decode:
             self._decode = self._call(decode, 0, self._blocks)
 
     def _call(self, worker: Worker, tokens: int, blocks: int) -> Call:

@@ -66,8 +66,11 @@ class Marks:
         self._note(ended_at=self._clock(), failure=cause)
 
     def refused(self) -> None:
-        """There was no room after all: it never was an attempt."""
-        self.attempts.pop()
+        """There was no room after all: it never was an attempt, unless P has done its part."""
+        if self.attempts[-1].first_at is None:
+            self.attempts.pop()
+        else:
+            self.failed("refused")
 
     def _note(self, **changes: Any) -> None:
         self.attempts[-1] = replace(self.attempts[-1], **changes)

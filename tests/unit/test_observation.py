@@ -155,6 +155,19 @@ def test_a_refused_attempt_never_was_one() -> None:
     assert seen.stages["queue"] == 1.0 + 0.5 + 0.25
 
 
+def test_a_decode_worker_that_refuses_after_the_first_token_keeps_its_attempt() -> None:
+    script = Script().begin()
+    script.prefilled()
+    script.wrote(after=0.0)
+    script.marks[0].refused()
+    script.marks[0].began("P1", "D1")
+    script.wrote(after=0.5, finish=True)
+    seen = script.end()
+    assert [attempt.failure for attempt in seen.choices[0].attempts] == ["refused", ""]
+    assert seen.stages is not None
+    assert sum(seen.stages.values()) == seen.ttft_s
+
+
 def test_a_worker_that_does_it_all() -> None:
     script = Script().begin()
     marks = script.marks[0]
