@@ -14,6 +14,8 @@ const DELAY_S = 0.8; // the picture is so late: stages of running requests come 
 const FRAME_MS = 40;
 const STATES = { live: "live", lost: "router not reachable, trying again", locked: "needs an API key" };
 
+const KEPT = "It is kept until this tab is closed, and sent to this server only.";
+
 const $ = (selector) => document.querySelector(selector);
 
 /** The request that is looked at; "change" when it is another. */
@@ -85,7 +87,7 @@ function onEvent(name, data) {
 }
 
 function onState(now) {
-  if (state !== now && now === "locked") ask();
+  if (now === "locked") ask(key.value !== "");
   state = now;
   showState();
 }
@@ -105,8 +107,9 @@ function pause() {
   if (!paused) update();
 }
 
-function ask() {
+function ask(refused = false) {
   const dialog = $("#key-dialog");
+  say($("#key-why"), refused ? "The server did not accept this key." : KEPT);
   if (!dialog.open) dialog.showModal();
 }
 
@@ -145,7 +148,7 @@ addEventListener("keydown", (event) => {
 $("#pause").addEventListener("click", pause);
 $("#theme").addEventListener("click", COMMANDS.t);
 $("#help").addEventListener("click", COMMANDS["?"]);
-$("#key").addEventListener("click", ask);
+$("#key").addEventListener("click", () => ask());
 $("#key-cancel").addEventListener("click", () => $("#key-dialog").close());
 $("#key-dialog form").addEventListener("submit", () => {
   key.set($("#key-field").value.trim());

@@ -44,7 +44,7 @@ export function stepList(request, now, tracks) {
       const part = make("i", { class: stage });
       part.style.left = `${(100 * start) / whole}%`;
       part.style.width = `${(100 * (until - start)) / whole}%`;
-      row.append(make("span", { class: "track", "aria-hidden": "true" }, part));
+      row.append(make("dd", { class: "track", "aria-hidden": "true" }, part));
     }
     list.append(row);
   }

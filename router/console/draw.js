@@ -51,7 +51,7 @@ export function logScale(low, high, a, b) {
 }
 
 /** 1, 2 and 5 times powers of ten in a range; only the powers when that were too many. */
-export function logTicks(low, high, most = 5) {
+export function logTicks(low, high, most = 6) {
   const found = [];
   for (let k = Math.floor(Math.log10(low)); k <= Math.ceil(Math.log10(high)); k += 1) {
     for (const m of [1, 2, 5]) {

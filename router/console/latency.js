@@ -58,7 +58,7 @@ export class Latency {
       p, now ? seconds(now[p]) : "–", now && slo && now[p] > slo ? "bad" : "",
     ]));
     const label = now
-      ? `Of the last minute: p50 ${seconds(now.p50)}, p95 ${seconds(now.p95)}, objective ${seconds(slo)}`
+      ? `Of the last minute: p50 ${seconds(now.p50)}, p95 ${seconds(now.p95)}, SLO ${seconds(slo)}`
       : "No request in the last minute";
     this.surface.canvas.setAttribute("aria-label", `${this.section.querySelector("h2").textContent}. ${label}`);
     this.surface.draw();
@@ -110,7 +110,7 @@ export class Latency {
     context.fillStyle = faded("bad", 0.05);
     context.fillRect(LEFT, 4, right - LEFT, Math.max(0, y - 4));
     line(context, [[LEFT, y], [right, y]], colour.bad, 1.2, [5, 4]);
-    write(context, `objective ${shortSeconds(this.slo)}`, LEFT + 5, y - 8, colour["bad-ink"]);
+    write(context, `SLO ${shortSeconds(this.slo)}`, LEFT + 5, y - 8, colour["bad-ink"]);
   }
 }
 
@@ -131,13 +131,13 @@ export class Goodput {
     const rates = router.workers.map((worker) => model.rates(worker)).filter(Boolean);
     const tokens = rates.reduce((sum, rate) => sum + rate.generated, 0);
     figures(this.section, [
-      ["in objective", share === null ? "–" : percent(share), share === null ? "" : share >= 0.99 ? "good" : share < 0.95 ? "bad" : ""],
+      ["within SLO", share === null ? "–" : percent(share), share === null ? "" : share >= 0.99 ? "good" : share < 0.95 ? "bad" : ""],
       ["tokens/s", rates.length ? amount(tokens) : "–"],
       ["in flight", `${requests.in_flight}`],
       ["queued", `${requests.queued}`],
     ]);
     const label = share === null ? "No request in the last minute"
-      : `${now.good} of ${now.judged} requests of the last minute met their objectives`;
+      : `${now.good} of ${now.judged} requests of the last minute were within the SLOs`;
     this.surface.canvas.setAttribute("aria-label", `Goodput. ${label}`);
     this.surface.draw();
   }

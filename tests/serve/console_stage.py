@@ -203,8 +203,8 @@ class Stage:
         config = uvicorn.Config(
             app, "127.0.0.1", port, log_level="critical", timeout_graceful_shutdown=1
         )
-        self._server = uvicorn.Server(config)
-        self._serving = asyncio.create_task(self._server._serve())
+        self._server, self._app = uvicorn.Server(config), app
+        self._serving = asyncio.create_task(self._server.serve())
         async with asyncio.timeout(60), httpx2.AsyncClient(base_url=self.url) as http:
             while True:
                 with contextlib.suppress(httpx2.TransportError):
@@ -219,6 +219,7 @@ class Stage:
             assert self._server is not None
             assert self._serving is not None
             self._server.should_exit = True
+            self._app.state.front.console.close()
             await self._serving
             self._server = None
 
