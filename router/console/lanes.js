@@ -88,7 +88,9 @@ export class Lanes {
       }
     }
     for (const [lane, all] of this.placed) {
-      this.placed.set(lane, all.filter((one) => one.end > this.now - KEEP_S));
+      // What runs and is not known any more went with a router that was restarted.
+      this.placed.set(lane, all.filter((one) => (
+        one.end === Infinity ? this.model.live.has(one.key) : one.end > this.now - KEEP_S)));
     }
     return needs;
   }
