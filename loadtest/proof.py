@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -28,7 +29,6 @@ from loadtest.proof_page import write_page
 from loadtest.ratios import section
 from loadtest.results import (
     Requests,
-    command_line,
     facts,
     new_folder,
     read_comparison,
@@ -274,7 +274,7 @@ class Proof:
                 ComparisonReport(
                     title=title,
                     started=next(iter(found.values())).started,
-                    command=command_line(),
+                    command=_command(),
                     targets=targets,
                     sections=sections,
                     facts=known,
@@ -317,6 +317,12 @@ def _source(scenario: str, scale: float) -> ScenarioSource:
     source = source_of(WorkloadOptions(scenario=scenario, scale=scale))
     assert isinstance(source, ScenarioSource)
     return source
+
+
+def _command() -> str:
+    """As it is typed from the project's folder."""
+    given = shlex.join(sys.argv[1:])
+    return "make proof" + (f" ARGS={shlex.quote(given)}" if given else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
