@@ -7,6 +7,7 @@ the SDK.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from string import ascii_uppercase
 
 from grafana_foundation_sdk.builders import (
@@ -53,13 +54,13 @@ def to_json(board: Board) -> str:
         .readonly()
         .link(
             build.DashboardLink("Baton")
-            .type_val(model.DashboardLinkType.DASHBOARDS)
+            .type(model.DashboardLinkType.DASHBOARDS)
             .tags([TAG])
             .as_dropdown(True)
             .include_vars(True)
             .keep_time(True)
         )
-        .with_variable(build.DatasourceVariable("datasource").type_val("prometheus"))
+        .with_variable(build.DatasourceVariable("datasource").type("prometheus"))
         .with_variable(_choice("model", "label_values(baton_workers, model)"))
     )
     if board.by_replica:
@@ -107,12 +108,12 @@ def _draw(panel: Panel) -> Drawing:
     drawn = _DRAW[panel.kind](panel)
     drawn = drawn.title(panel.title).description(panel.says).datasource(SOURCE).unit(panel.unit)
     if panel.highest is not None:
-        drawn = drawn.max_val(panel.highest)
+        drawn = drawn.max(panel.highest)
     for ref, query in zip(ascii_uppercase, panel.queries, strict=False):
         drawn = drawn.with_target(_target(panel.kind, ref, query.expr, query.legend))
         if query.dashed:
-            drawn = drawn.with_override(
-                model.MatcherConfig(id_val="byFrameRefID", options=ref),
+            drawn = drawn.override_by_query(
+                ref,
                 [
                     model.DynamicConfigValue("custom.lineStyle", {"fill": "dash", "dash": [8, 8]}),
                     model.DynamicConfigValue("custom.fillOpacity", 0),
@@ -137,13 +138,13 @@ def _target(kind: Kind, ref: str, expr: str, legend: str) -> prometheus.Dataquer
 
 
 def _log_scale() -> common.ScaleDistributionConfig:
-    return common.ScaleDistributionConfig().type_val(options.ScaleDistribution.LOG).log(10)
+    return common.ScaleDistributionConfig().type(options.ScaleDistribution.LOG).log(10)
 
 
 def _lines(panel: Panel) -> timeseries.Panel:
     drawn = (
         timeseries.Panel()
-        .min_val(0)
+        .min(0)
         .line_width(1)
         .fill_opacity(0)
         .show_points(options.VisibilityMode.AUTO)
@@ -185,17 +186,15 @@ def _heatmap(panel: Panel) -> heatmap.Panel:
     return (
         heatmap.Panel()
         .calculate(False)  # the buckets are the histogram's own
-        .y_axis(heatmap_options.YAxisConfig(unit=panel.unit))
+        .y_axis(heatmap.YAxisConfig().unit(panel.unit))
         .color(
-            heatmap_options.HeatmapColorOptions(
-                mode=heatmap_options.HeatmapColorMode.SCHEME,
-                scheme="Blues",
-                fill="dark-blue",
-                scale=heatmap_options.HeatmapColorScale.EXPONENTIAL,
-                exponent=0.5,
-                steps=64,
-                reverse=False,
-            )
+            heatmap.HeatmapColorOptions()
+            .mode(heatmap_options.HeatmapColorMode.SCHEME)
+            .scheme("Blues")
+            .fill("dark-blue")
+            .scale(heatmap_options.HeatmapColorScale.EXPONENTIAL)
+            .exponent(0.5)
+            .steps(64)
         )
     )
 
@@ -232,18 +231,17 @@ def _scatter(panel: Panel) -> xychart.Panel:
         .mapping(xychart_options.SeriesMapping.MANUAL)
         .series(
             [
-                xychart_options.XYSeriesConfig(
-                    name=xychart_options.XychartXYSeriesConfigName(fixed=query.legend),
-                    frame=xychart_options.XychartXYSeriesConfigFrame(_match("byIndex", 0)),
-                    x=xychart_options.XychartXYSeriesConfigX(_match("byName", x)),
-                    y=xychart_options.XychartXYSeriesConfigY(_match("byName", y)),
-                )
+                xychart.XYSeriesConfig()
+                .name(xychart.XychartXYSeriesConfigName().fixed(query.legend))
+                .frame(xychart.XychartXYSeriesConfigFrame().matcher(_match("byIndex", 0)))
+                .x(xychart.XychartXYSeriesConfigX().matcher(_match("byName", x)))
+                .y(xychart.XychartXYSeriesConfigY().matcher(_match("byName", y)))
                 for y, query in zip(ys, others, strict=True)
             ]
         )
         .scale_distribution(_log_scale())
-        .with_override(
-            model.MatcherConfig(id_val="byName", options=x),
+        .override_by_name(
+            x,
             [
                 model.DynamicConfigValue("unit", "short"),
                 model.DynamicConfigValue("custom.axisLabel", first.legend),
@@ -253,11 +251,11 @@ def _scatter(panel: Panel) -> xychart.Panel:
     )
 
 
-def _match(how: str, what: object) -> xychart_options.MatcherConfig:
-    return xychart_options.MatcherConfig(id_val=how, options=what)
+def _match(how: str, what: object) -> xychart.MatcherConfig:
+    return xychart.MatcherConfig().id(how).options(what)
 
 
-_DRAW = {
+_DRAW: dict[Kind, Callable[[Panel], Drawing]] = {
     Kind.LINES: _lines,
     Kind.STACKED: _stacked,
     Kind.STAT: _stat,
