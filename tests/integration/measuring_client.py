@@ -108,4 +108,4 @@ async def _read(reader: asyncio.StreamReader, seen: Seen, leave_after: int | Non
         if len(seen.content_at) == leave_after:
             seen.left = True
             return
-    assert not await reader.read(), "bytes after the end"
+    assert await reader.read() == b"\r\n", "bytes after the end"
