@@ -147,8 +147,8 @@ class _RouterLink(Link):
         if not self._is_closing():
             super()._emit([frame])
 
-    def _end(self, reason: str) -> None:
-        super()._end(reason)
+    def _end(self, reason: str, kind: str = "closed") -> None:
+        super()._end(reason, kind)
         for faulty in (self._incoming, self._outgoing):
             if faulty is not None:
                 faulty.close()

@@ -303,7 +303,7 @@ def test_b104_histograms_have_a_value_for_each_request() -> None:
             assert 0.2 <= series.mean(ttft) <= max(0.25, theirs)
             theirs = mean(one.tpot_s for one in seen if len(one.content_at) > 1)
             assert series.mean(tpot) == pytest.approx(theirs, rel=0.05)
-            assert 0.049 <= theirs  # a timer may be early by its resolution
+            assert theirs >= 0.049  # a timer may be early by its resolution
 
     run(scenario)
 
