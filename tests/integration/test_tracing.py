@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,16 +156,16 @@ def test_no_spans(spans: Spans, endpoint: str, headers: dict[str, str]) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    "header",
-    ["", "00-0-0-01", f"ff-{CLIENT[0]}-{CLIENT[1]}-01", "00-" + "0" * 32 + "-x-01", "x" * 999],
-)
-def test_a_header_that_is_none_begins_another_trace(spans: Spans, header: str) -> None:
+def test_a_header_that_is_none_begins_another_trace(spans: Spans) -> None:
+    wrong = "", "00-0-0-01", f"ff-{CLIENT[0]}-{CLIENT[1]}-01", f"00-{'0' * 32}-x-01", "x" * 999
+
     async def scenario() -> None:
         async with deployed(tracing_endpoint=ANY) as at:
-            answer = await at.post("/v1/completions", ASKED, headers={"traceparent": header})
-            assert answer.status_code == 200
-            assert (await spans.root()).parent is None
+            for header in wrong:
+                answer = await at.post("/v1/completions", ASKED, headers={"traceparent": header})
+                assert answer.status_code == 200
+                assert (await spans.root()).parent is None
+                spans.exporter.clear()
 
     run(scenario)
 
@@ -262,7 +263,7 @@ def check_whole_trace(received: list[Received]) -> None:
     """The spans of a request, of 100 prompt and 6 answer tokens, over three processes."""
     by_name = {item.span.name: item for item in received}
     assert {(item.service, item.span.name) for item in received} == {
-        ("baton-router", "text_completion tiny"),
+        ("baton-router", "text_completion model"),
         ("baton-router", "tokenize"),
         ("baton-router", "queue"),
         ("baton-router", "attempt"),
@@ -272,7 +273,7 @@ def check_whole_trace(received: list[Received]) -> None:
         ("baton-decode", "decode"),
     }
     assert {item.span.trace_id.hex() for item in received} == {CLIENT[0]}
-    root = by_name["text_completion tiny"].span
+    root = by_name["text_completion model"].span
     assert root.parent_span_id.hex() == CLIENT[1]
     others = [item.span for item in received if item.span is not root]
     assert {span.parent_span_id for span in others} == {root.span_id}
@@ -287,7 +288,7 @@ def check_whole_trace(received: list[Received]) -> None:
     assert decode.attributes["baton.tokens"] == 5  # and one by the prefill worker
     assert transfer.attributes["baton.kv.blocks"] == 7  # of 16 tokens, for 100
     assert transfer.attributes["baton.kv.bytes"] > 0
-    about = by_name["text_completion tiny"].attributes
+    about = by_name["text_completion model"].attributes
     assert about["gen_ai.usage.input_tokens"] == 100
     assert about["gen_ai.usage.output_tokens"] == 6
 
@@ -298,8 +299,6 @@ def check_whole_trace(received: list[Received]) -> None:
 @pytest.fixture
 def deaf() -> Iterator[str]:
     """An endpoint where connections are taken, and nothing is ever read or said."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -317,38 +316,48 @@ def failing() -> Iterator[str]:
         yield receiver.url
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that takes seconds takes less."""
+    monkeypatch.setattr(otlp, "DELAY_S", 0.05)
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(otlp, "PATIENCE_S", 0.2)
+
+
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("kind", ["deaf", "closed", "failing"])
 def test_a_bad_endpoint_disturbs_no_request(kind: str, request: pytest.FixtureRequest) -> None:
     endpoint: str = request.getfixturevalue(kind)
 
     async def scenario() -> None:
-        began = time.monotonic()
         async with deployed(tracing_endpoint=endpoint) as at:
             took = []
-            while time.monotonic() < began + 2 * otlp.DELAY_S:  # while batches are being tried
+            for _ in range(20):  # while batches are being tried
                 sent = time.monotonic()
                 assert (await at.post("/v1/completions", ASKED)).status_code == 200
                 took.append(time.monotonic() - sent)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(otlp.DELAY_S / 5)
             # One that waited for the receiver would wait for seconds.
-            assert max(took) < otlp.TIMEOUT_S / 4
-            assert len(took) > 10
+            assert max(took) < otlp.TIMEOUT_S / 2
             leaving = time.monotonic()
-        assert time.monotonic() - leaving < otlp.PATIENCE_S + 3
+        assert time.monotonic() - leaving < otlp.TIMEOUT_S
 
     run(scenario)
 
 
-def test_more_spans_than_can_wait_are_dropped(monkeypatch: pytest.MonkeyPatch, deaf: str) -> None:
+@pytest.mark.usefixtures("hurried")
+def test_more_spans_than_can_wait_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, deaf: str
+) -> None:
     monkeypatch.setattr(otlp, "MAX_QUEUE", 2 * otlp.BATCH)
     tracing = otlp.export_to(f"{deaf}/v1/traces", "router", "R", 1.0)
     parent = SAMPLED["traceparent"]
     now = time.monotonic()
-    for _ in range(10 * otlp.BATCH):
+    for _ in range(5 * otlp.BATCH):
         tracing.record(parent, otlp.Span("x", now, now))
-    assert time.monotonic() - now < otlp.TIMEOUT_S  # nobody waited
+    assert "Queue full" in caplog.text
     tracing.close()
-    assert time.monotonic() - now < otlp.TIMEOUT_S + otlp.PATIENCE_S
+    assert time.monotonic() - now < otlp.TIMEOUT_S  # nobody waited for the receiver
 
 
 def test_what_cannot_be_recorded_is_logged(caplog: pytest.LogCaptureFixture) -> None:
