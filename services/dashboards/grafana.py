@@ -141,6 +141,15 @@ def _log_scale() -> common.ScaleDistributionConfig:
     return common.ScaleDistributionConfig().type(options.ScaleDistribution.LOG).log(10)
 
 
+def _legend() -> common.VizLegendOptions:
+    return (
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(options.LegendDisplayMode.LIST)
+        .placement(options.LegendPlacement.BOTTOM)
+    )
+
+
 def _lines(panel: Panel) -> timeseries.Panel:
     drawn = (
         timeseries.Panel()
@@ -148,12 +157,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
         .line_width(1)
         .fill_opacity(0)
         .show_points(options.VisibilityMode.AUTO)
-        .legend(
-            common.VizLegendOptions()
-            .show_legend(True)
-            .display_mode(options.LegendDisplayMode.LIST)
-            .placement(options.LegendPlacement.BOTTOM)
-        )
+        .legend(_legend())
         .tooltip(
             common.VizTooltipOptions()
             .mode(options.TooltipDisplayMode.MULTI)
@@ -239,6 +243,7 @@ def _scatter(panel: Panel) -> xychart.Panel:
                 for y, query in zip(ys, others, strict=True)
             ]
         )
+        .legend(_legend())
         .scale_distribution(_log_scale())
         .override_by_name(
             x,

@@ -52,6 +52,7 @@ def listed() -> dict[str, Metric]:
     return found
 
 
+@cache
 def exported() -> dict[str, Metric]:
     """The families of a router and of a worker that have done nothing yet."""
     return dict([*_families(router_registry()), *_families(Box("d1").registry())])
