@@ -172,12 +172,12 @@ def test_what_the_prefix_cache_spared(box: Box) -> None:
 
 
 def test_preemptions_are_counted_but_their_look_ups_are_not() -> None:
-    box = Box("w", blocks=8)
-    for request in (b"a", b"b"):
-        box.say(decode([*LONG[:10]] if request == b"a" else [6, *LONG[1:10]], request))
+    box, sampling = Box("w", blocks=8), wire.Sampling(max_tokens=8)
+    box.say(decode(LONG[:10], b"a", sampling=sampling))
+    box.say(decode([6, *LONG[1:10]], b"b", sampling=sampling))
     box.run()
     now = page(box)
-    assert now.value("baton_preemptions_total") == 1
+    assert now.value("baton_preemptions_total") == box.engine.scheduler.stats.preemptions == 1
     assert now.value("baton_prefix_cache_queried_tokens_total") == 20
     assert now.value("baton_engine_prefill_seconds_count") == 2
 
