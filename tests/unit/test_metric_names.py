@@ -8,6 +8,7 @@ shown by ``tests/serve/test_prometheus.py``.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import yaml
