@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def filled(expr: str, window: str = "1m") -> str:
     return expr
 
 
-def board_queries(window: str = "1m") -> list[Asked]:
+@cache
+def board_queries(window: str = "1m") -> tuple[Asked, ...]:
     """Of all panels of all boards, and of the boards' variables."""
     asked = []
     for path in sorted(BOARDS.glob("*.json")):
@@ -63,17 +65,18 @@ def board_queries(window: str = "1m") -> list[Asked]:
                 expr = f"count by ({choice[2]}) ({filled(choice[1], window)})"
                 asked.append(Asked(f"{board['uid']} › ${variable['name']}", expr))
     assert asked, f"no boards in {BOARDS}"
-    return asked
+    return tuple(asked)
 
 
-def rule_queries() -> list[Asked]:
+@cache
+def rule_queries() -> tuple[Asked, ...]:
     """Of all recording rules and alerts."""
-    return [
+    return tuple(
         Asked(rule.get("record") or rule["alert"], rule["expr"])
-        for path in sorted(FOLDER.glob("*.yaml"))
-        for group in yaml.safe_load(path.read_text()).get("groups", [])
+        for name in ("rules.yaml", "alerts.yaml")
+        for group in yaml.safe_load((FOLDER / name).read_text())["groups"]
         for rule in group["rules"]
-    ]
+    )
 
 
 def recorded() -> set[str]:
