@@ -13,9 +13,21 @@ Written by `make dashboards` from `services/dashboards/`, as the JSON in
 [observability.md](observability.md) says which panel to look at when.
 """
 
+UNITS = {
+    "s": "seconds",
+    "percentunit": "share",
+    "reqps": "requests/s",
+    "ops": "per second",
+    "Bps": "bytes/s",
+    "bytes": "bytes",
+    "flops": "FLOP/s",
+    "short": "",
+}
+"""Grafana's ids in words; "short" is a plain number."""
+
 
 def to_markdown(boards: Iterable[Board]) -> str:
-    """One section for each board, one paragraph for each panel, its queries below."""
+    """One section for each board, one item for each panel."""
     parts = [HEAD]
     for board in boards:
         parts.append(f"\n## {board.title.removeprefix('Baton: ')}\n\n{board.says}\n")
@@ -26,4 +38,5 @@ def to_markdown(boards: Iterable[Board]) -> str:
 
 
 def _item(panel: Panel) -> str:
-    return f"- **{panel.title}** ({panel.unit}). {panel.says}\n"
+    unit = UNITS[panel.unit]
+    return f"- **{panel.title}**{f' ({unit})' if unit else ''}. {panel.says}\n"
