@@ -50,6 +50,7 @@ export class Chat {
         if (!this.running) this.form.requestSubmit();
       }
     });
+    this.hint();
     section.querySelector("#chat-new").addEventListener("click", () => this.clear());
   }
 
@@ -57,9 +58,14 @@ export class Chat {
     this.stop();
     this.messages = [];
     this.notes.clear();
-    this.talk.replaceChildren();
+    this.hint();
     this.ideas.hidden = false;
     this.question.focus();
+  }
+
+  hint() {
+    this.talk.replaceChildren(make("p", { class: "hint" },
+      "Ask something, and watch it go from the router to a prefill and on to a decode worker."));
   }
 
   stop() {
@@ -139,6 +145,7 @@ export class Chat {
   }
 
   say(role, text) {
+    this.talk.querySelector(".hint")?.remove();
     const said = make("div", { class: "said" }, text);
     const note = make("div", { class: "note" });
     const element = make("article", { class: role, "aria-label": role }, said, note);

@@ -202,7 +202,9 @@ export class Lanes {
       const x0 = x(request.at + start);
       const x1 = end === null ? x(this.now) : x(Math.min(request.at + end, this.now));
       if (x1 < LEFT || x0 > x(this.now)) continue;
-      bar(context, stage, x0, Math.max(1.5, x1 - x0), band, chosen);
+      // Whether a prompt waits at its worker or is computed is known at its end.
+      const open = end === null && stage === "prefill";
+      bar(context, open ? "open" : stage, x0, Math.max(1.5, x1 - x0), band, chosen);
       this.hits.push([x0, Math.max(x1, x0 + 3), band.y, band.y + band.height, request.key]);
     }
     if (!request.spans.length) { // refused at once
@@ -249,7 +251,7 @@ export class Lanes {
       context.beginPath();
       context.moveTo(x0, y0);
       context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
-      context.strokeStyle = colour.kv;
+      context.strokeStyle = width > 1 ? colour.kv : faded("kv", 0.7);
       context.lineWidth = width;
       context.stroke();
       from = null;
@@ -327,7 +329,7 @@ function bar(context, stage, x, width, { y, height }, chosen) {
     return;
   }
   const hue = { tokenize: "queue", transfer: "kv" }[stage] || stage;
-  context.fillStyle = colour[hue] || colour.queue;
+  context.fillStyle = stage === "open" ? faded("prefill", 0.5) : colour[hue] || colour.queue;
   context.beginPath();
   context.roundRect(x, top, width, tall, Math.min(2, width / 2));
   context.fill();

@@ -6,7 +6,7 @@ import {
 } from "./draw.js";
 import { HISTORY_S } from "./model.js";
 
-const LEFT = 44;
+const LEFT = 50;
 const RIGHT = 8;
 const BOTTOM = 16;
 const STEP_S = 5;
@@ -131,8 +131,8 @@ export class Goodput {
     const rates = router.workers.map((worker) => model.rates(worker)).filter(Boolean);
     const tokens = rates.reduce((sum, rate) => sum + rate.generated, 0);
     figures(this.section, [
-      ["within SLO", share === null ? "–" : percent(share), share === null ? "" : share >= 0.99 ? "good" : share < 0.95 ? "bad" : ""],
-      ["tokens/s", rates.length ? amount(tokens) : "–"],
+      ["SLO met", share === null ? "–" : percent(share), share === null ? "" : share >= 0.99 ? "good" : share < 0.95 ? "bad" : ""],
+      ["tok/s", rates.length ? amount(tokens) : "–"],
       ["in flight", `${requests.in_flight}`],
       ["queued", `${requests.queued}`],
     ]);

@@ -31,7 +31,7 @@ def picture(settings: RouterSettings, state: dict[str, Any], in_flight: int) -> 
     """The part of each event that is about the router and its workers."""
     config = settings.config
     return {
-        "router": {"id": settings.router_id, "policy": config.policy},
+        "id": settings.router_id,
         "model": settings.served_model,
         "slo": {"ttft": config.slo_ttft_s, "tpot": config.slo_tpot_s},
         "requests": {"in_flight": in_flight, "queued": state["requests"]["queued"]},

@@ -1,20 +1,21 @@
 // Each worker under the roofs of its machine: how much it computes for each byte that it moves, and
 // how fast, while it computes at all. Prefill belongs to the right of the ridge, decode to the left.
 
-import { Surface, amount, colour, dot, faded, line, logScale, logTicks, percent, write } from "./draw.js";
+import {
+  Surface, amount, colour, dot, faded, line, logScale, logTicks, make, percent, say, write,
+} from "./draw.js";
 import { trackOf } from "./model.js";
 
 const [LEFT, RIGHT, TOP, BOTTOM] = [62, 12, 14, 30];
 const TRAIL = 24; // points
 
 export class Roofline {
-  constructor(section, model, choose) {
-    this.section = section;
+  constructor(section, model) {
     this.model = model;
-    this.choose = choose;
     this.trails = new Map(); // worker → [{intensity, flops}], the last is the present
     this.canvas = section.querySelector("canvas");
     this.empty = section.querySelector(".empty");
+    this.list = section.querySelector(".points");
     this.surface = new Surface(this.canvas, (...all) => this.paint(...all));
   }
 
@@ -42,12 +43,18 @@ export class Roofline {
     this.surface.draw();
   }
 
+  /** The points in words. */
   describe() {
-    const words = this.points.filter(({ trail }) => trail.length).map(({ worker, trail }) => {
-      const last = trail.at(-1);
-      return `${worker.id}: ${amount(last.intensity)} FLOP per byte, ${percent(last.flops / worker.peak_flops)} of compute, ${percent(last.bytes / worker.peak_bytes)} of bandwidth`;
+    const rows = this.points.map(({ worker, trail, works }) => [worker, place(worker, trail.at(-1), works)]);
+    while (this.list.children.length > rows.length) this.list.lastChild.remove();
+    rows.forEach(([worker, text], i) => {
+      const row = this.list.children[i] || this.list.appendChild(make("li", {}, make("b"), make("span")));
+      row.dataset.role = worker.role;
+      say(row.firstChild, worker.id);
+      say(row.lastChild, text);
     });
-    this.canvas.setAttribute("aria-label", `Roofline. ${words.join(". ") || "No worker has computed yet"}`);
+    const words = rows.map(([worker, text]) => `${worker.id}: ${text}`);
+    this.canvas.setAttribute("aria-label", `Roofline. ${words.join(". ") || "No worker yet"}`);
   }
 
   paint(context, width, height) {
@@ -120,16 +127,21 @@ export class Roofline {
     line(context, path, faded(hue, 0.35), 1.5);
     const [px, py] = path.at(-1);
     dot(context, px, py, 5, works ? colour[hue] : colour.panel, colour[hue]);
-    let place = py + 14;
-    while (taken.some(([tx, ty]) => Math.abs(tx - px) < 120 && Math.abs(ty - place) < 12)) place += 12;
-    taken.push([px, place]);
-    const last = trail.at(-1);
-    const share = last.flops / worker.peak_flops > last.bytes / worker.peak_bytes
-      ? `${percent(last.flops / worker.peak_flops)} of compute`
-      : `${percent(last.bytes / worker.peak_bytes)} of memory`;
-    const align = px > right - 110 ? "right" : px < LEFT + 70 ? "left" : "center";
-    write(context, `${worker.id} · ${share}`, px, place, colour[`${hue}-ink`], align);
+    // The list below says it in full; here only where there is room.
+    const name = worker.id.split("-").at(-1);
+    const wide = 10 + context.measureText(name).width;
+    const side = px + wide > right ? -1 : 1;
+    if (taken.some(([tx, ty]) => Math.abs(tx - px) < 10 + wide && Math.abs(ty - py) < 13)) return;
+    taken.push([px, py]);
+    write(context, name, px + 9 * side, py + 1, colour[`${hue}-ink`], side > 0 ? "left" : "right");
   }
+}
+
+function place(worker, last, works) {
+  if (!last) return "has not computed yet";
+  const [compute, memory] = [last.flops / worker.peak_flops, last.bytes / worker.peak_bytes];
+  const bound = compute > memory ? `${percent(compute)} of compute` : `${percent(memory)} of memory`;
+  return `${bound}, ${amount(last.intensity)} FLOP/B${works ? "" : ", idle now"}`;
 }
 
 /** One worker for each pair of ceilings: most have the same machine. */

@@ -51,24 +51,28 @@ def timeline(seen: Observation) -> dict[str, Any]:
     }
 
 
-def spans(seen: Observation) -> tuple[Span, ...]:
+def spans(seen: Observation) -> list[Span]:
     """Where the request was, one stage after the other; empty ones are left out."""
+    found = _all_spans(seen)
+    return [span for span in found if span.end_s is None or span.end_s > span.start_s]
+
+
+def _all_spans(seen: Observation) -> list[Span]:
     choice = seen.choices[0] if seen.choices else None
-    tokenized = seen.tokenized_at
-    found = [Span("tokenize", 0.0, seen.ended_at if tokenized is None else tokenized)]
-    if tokenized is None:
-        return tuple(found)
+    if seen.tokenized_at is None:
+        return [Span("tokenize", 0.0, seen.ended_at)]
+    found = [Span("tokenize", 0.0, seen.tokenized_at)]
     end = seen.ended_at
     if seen.code == 200 and choice is not None and choice.last_at is not None:
         end = choice.last_at  # it may have waited for others of the same request
-    since = tokenized
+    since = seen.tokenized_at
     for attempt in choice.attempts[-MAX_ATTEMPTS:] if choice else ():
         until = end if attempt.ended_at is None else attempt.ended_at
         found += _of_attempt(attempt, since, until)
         since = found[-1].end_s if found[-1].end_s is not None else since
     if choice is None or not choice.attempts or choice.attempts[-1].ended_at is not None:
         found.append(Span("queue", since, end))
-    return tuple(span for span in found if span.end_s is None or span.end_s > span.start_s)
+    return found
 
 
 def _of_attempt(attempt: AttemptSeen, since: float, until: float | None) -> list[Span]:

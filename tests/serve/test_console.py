@@ -63,7 +63,7 @@ def text_of(page: Page, selector: str) -> str:
 
 
 def test_every_part_in_both_themes(browser: Browser, at: Stage, page: Page) -> None:
-    at.begin_load(rate=7, words=(5, 120), tokens=(20, 90))
+    at.begin_load(rate=5, words=(5, 90), tokens=(20, 90))
     try:
         page.until(f"{ROWS} > 25", 30)
         pictures_of(page, PICTURES)
@@ -122,7 +122,7 @@ def look_at_parts(page: Page) -> None:
     assert "running" in workers
     way = page.until("document.querySelector('#requests td.way')?.innerText.includes('→')")
     assert way
-    assert "FLOP per byte" in page.js("document.querySelector('#roofline canvas').ariaLabel")
+    assert "FLOP/B" in page.js("document.querySelector('#roofline canvas').ariaLabel")
     assert page.js("document.querySelector('#lanes canvas').clientHeight") > 120
 
 

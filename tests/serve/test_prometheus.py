@@ -117,7 +117,7 @@ def watched(full: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
         watched = Watched(client, server)
         everybody = WORKERS + ROUTERS
         until(lambda: len(server.numbers("up == 1")) == everybody, "all are scraped", LATE_S)
-        until(lambda: server.numbers("baton:slo_burn:rate5m"), "rules are evaluated", LATE_S)
+        until(lambda: server.query("baton:slo_burn:rate5m"), "rules are evaluated", LATE_S)
         drive(watched)
         client.idle_workers()
         until(lambda: seen(watched) == watched.sent, "Prometheus saw all requests", LATE_S)

@@ -172,7 +172,8 @@ class Page:
         tick = threading.Event()
         while True:
             with contextlib.suppress(AssertionError):  # as long as the page is being loaded
-                if value := self.js(expression):
+                # An element has no value outside of the page.
+                if value := self.js(f"(found => found instanceof Node || found)({expression})"):
                     return value
             assert time.monotonic() < end, f"not within {timeout_s:g} s: {expression}"
             tick.wait(0.05)
