@@ -5,7 +5,7 @@ it arrived. Durations end in ``_s``. The stages of the first token and of the se
 
     read ─tokenize─► (queue) ─► pair found ─route─► reserved ─► (queue at P) ─prefill─► first token
     first token ─write─► first content written, or known where nothing is streamed
-    first token ─kv_transfer─► admitted at D ─decode_admit─► D's step ─first_decode─► second token
+    written ─kv_transfer─► admitted at D ─decode_admit─► D's step ─first_decode─► second one written
 
 Both sums are exact: what no worker accounts for, the way there and back included, is ``queue`` of
 the first and ``kv_transfer`` of the second.
@@ -56,6 +56,7 @@ class ChoiceSeen:
     attempts: tuple[AttemptSeen, ...] = ()
     first_at: float | None = None  # first content was written; not streamed: was known
     last_at: float | None = None  # the same of the latest
+    second_at: float | None = None  # the same of the second token, if each came by itself
 
     @property
     def retries(self) -> int:
@@ -174,8 +175,9 @@ def first_stages(
     }
 
 
-def second_stages(attempt: AttemptSeen) -> dict[str, float] | None:
-    """How long each stage of the second token took, from when the first was known.
+def second_stages(attempt: AttemptSeen, choice: ChoiceSeen) -> dict[str, float] | None:
+    """How long each stage of the second token took; the sum is the gap between the two, as they
+    were written. Where one chunk holds both, it is the gap between what the router knew.
 
     Only where one pair made both, and D was not replaced in between.
     """
@@ -183,8 +185,11 @@ def second_stages(attempt: AttemptSeen) -> dict[str, float] | None:
         return None
     if attempt.replaced:
         return None
-    gap = attempt.next_at - attempt.first_at
-    step = min(attempt.step_s, gap)
+    begin, end = attempt.first_at, attempt.next_at
+    if choice.first_at is not None and choice.second_at is not None:
+        begin, end = choice.first_at, max(choice.second_at, end)
+    gap = max(0.0, end - begin)
+    step = min(attempt.step_s + end - attempt.next_at, gap)
     admit = min(attempt.admit_s, gap - step)
     return {"kv_transfer": gap - step - admit, "decode_admit": admit, "first_decode": step}
 

@@ -44,6 +44,7 @@ class ChoiceWatch:
     ids: Sequence[int]
     marks: Marks
     first_at: float | None = None  # on the clock, as all moments here
+    second_at: float | None = None
     last_at: float | None = None
     written: int = 0  # tokens, as of the last write
     finished: bool = False
@@ -100,6 +101,8 @@ class RequestRecorder:
             self._ledger.gaps.add(now - choice.last_at)
         choice.last_at = now
         made = len(choice.ids)
+        if made == 2 and choice.written == 1:
+            choice.second_at = now
         self._ledger.generated_tokens += made - choice.written
         self._counted += made - choice.written
         choice.written = made
@@ -174,6 +177,7 @@ class RequestRecorder:
             tokens=len(choice.ids),
             attempts=tuple(shifted(attempt, self._origin) for attempt in choice.marks.attempts),
             first_at=self._since(choice.first_at),
+            second_at=self._since(choice.second_at),
             last_at=self._since(choice.last_at),
         )
 
@@ -189,7 +193,8 @@ class RequestRecorder:
         made = [attempt for attempt in choice.attempts if attempt.first_at is not None]
         first = first_stages(tokenized_at, made[0], choice.first_at) if made else None
         once = len(choice.attempts) == 1
-        return choice.first_at, first, second_stages(choice.attempts[0]) if once else None
+        second = second_stages(choice.attempts[0], choice) if once else None
+        return choice.first_at, first, second
 
     def _tpot(self) -> float | None:
         """Seconds a token after the first, over all answers that have a second."""

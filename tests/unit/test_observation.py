@@ -14,6 +14,7 @@ from router.observation import (
     FIRST_STAGES,
     SECOND_STAGES,
     AttemptSeen,
+    ChoiceSeen,
     Observation,
     error_type,
     first_stages,
@@ -100,21 +101,20 @@ def test_a_disaggregated_request_in_all_its_stages() -> None:
     script.prefilled(cached=3)
     script.wrote()
     script.handed_over()
-    script.wrote(after=0.0, finish=True)
+    script.wrote(after=0.125, finish=True)
     seen = script.end(after=0.5)
     assert seen.ttft_s == 0.25 + 0.5 + 0.125 + 1.0 + 0.0625
     assert seen.stages == {
         "tokenize": 0.25, "route": 0.125, "queue": 0.5 + 0.25, "prefill": 0.75, "write": 0.0625,
     }  # fmt: skip
     assert sum(seen.stages.values()) == seen.ttft_s
-    # D was given the ticket when the first token was known; here, after it was written.
-    gap = 0.0625 + 0.25 + 1.5
+    gap = 0.25 + 1.5 + 0.125  # from the first to the second, as they were written
     assert seen.next_stages == {
-        "kv_transfer": gap - 0.5 - 0.75, "decode_admit": 0.5, "first_decode": 0.75,
+        "kv_transfer": 0.25 + 1.5 - 0.5 - 0.75, "decode_admit": 0.5, "first_decode": 0.75 + 0.125,
     }  # fmt: skip
-    assert seen.tpot_s == 0.25 + 1.5
+    assert sum(seen.next_stages.values()) == seen.tpot_s == gap
     assert (seen.code, seen.error_type, seen.left_in) == (200, "", "")
-    assert (seen.arrived_at, seen.tokenized_at, seen.ended_at) == (-0.5, 0.25, 1.9375 + 1.75 + 0.5)
+    assert (seen.arrived_at, seen.tokenized_at, seen.ended_at) == (-0.5, 0.25, 1.9375 + 1.875 + 0.5)
     assert (seen.prompt_tokens, seen.cached_tokens, seen.tokens, seen.retries) == (7, 3, 2, 0)
     assert (seen.at, seen.origin) == (6000.5, 1000.5)
     assert (seen.ttft_good, seen.tpot_good, seen.good) == (True, False, False)
@@ -235,11 +235,17 @@ def test_sums_are_exact_whatever_the_workers_say(
     assert tuple(stages) == FIRST_STAGES
     assert sum(stages.values()) == pytest.approx(later)
     assert min(stages.values()) >= 0
-    stages = second_stages(attempt)
-    assert stages is not None
-    assert tuple(stages) == SECOND_STAGES
-    assert sum(stages.values()) == pytest.approx(later - first)
-    assert min(stages.values()) >= 0
+    for written, second, gap in (
+        (None, None, later - first),  # one chunk held both
+        (first + 1, later + 3, later + 2 - first),
+        (later + 2, later + 3, 1.0),  # the second was known before the first was written
+    ):
+        choice = ChoiceSeen(7, 0, 2, (attempt,), written, second, second)
+        stages = second_stages(attempt, choice)
+        assert stages is not None
+        assert tuple(stages) == SECOND_STAGES
+        assert sum(stages.values()) == pytest.approx(gap)
+        assert min(stages.values()) >= 0
 
 
 # --- what it comes to -----------------------------------------------------------------------------
