@@ -6,7 +6,7 @@ a machine of P FLOP/s and B bytes/s can do at most min(P, I x B) FLOP/s.
 
 from services.dashboards.board import Board, Kind, Panel, Query, Row
 from services.dashboards.pools import busy_share
-from services.dashboards.promql import WORKERS, highest, mean, rate, series, share, total
+from services.dashboards.promql import WORKERS, combine, highest, mean, rate, series, share, total
 
 PEAK_FLOPS = "baton_roofline_peak_flops"
 PEAK_BYTES = "baton_roofline_peak_bytes_per_second"
@@ -44,8 +44,10 @@ def _while_busy(counter: str) -> str:
 
 def roof() -> str:
     """The most FLOP/s that each worker's machine can do at the intensity of its work."""
-    flops, memory = _gauge(PEAK_FLOPS), f"({_gauge(INTENSITY)} * {_gauge(PEAK_BYTES)})"
-    return f"({flops} < {memory}) or {memory}"  # the lower one of each worker
+    compute = f'label_replace({_gauge(PEAK_FLOPS)}, "roof", "compute", "", "")'
+    memory = f"{_gauge(INTENSITY)} * {_gauge(PEAK_BYTES)}"
+    memory = f'label_replace({memory}, "roof", "memory", "", "")'
+    return combine("min", f"{compute} or {memory}", *BY)
 
 
 def _picture() -> Panel:
