@@ -1,8 +1,9 @@
 """The metrics port of a process: prometheus_client's pages, in threads of their own.
 
-Routers and workers each open one. It answers any path with all that its collector has, as text or
-as OpenMetrics, and knows nothing of what is counted. A scrape never runs on an event loop, so no
-token waits for it.
+Routers and workers each open one. It answers any path with all that its collector has, and knows
+nothing of what is counted. A scrape never runs on an event loop, so no token waits for it. Pages
+are plain text, whatever is asked for: as OpenMetrics, prometheus_client 0.26 writes samples whose
+name has a colon, as vLLM's have, under another name.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import errno
 import logging
 import socket
 import threading
+from collections.abc import Iterable
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import disable_created_metrics, make_wsgi_app
+from prometheus_client import make_wsgi_app
 from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication
 
 PORTS_TRIED = 100  # from the one that was asked for; several processes of a host share the number
 READ_TIMEOUT_S = 10.0  # a client that sends no request does not keep its thread for ever
@@ -40,8 +45,6 @@ class Exposition:
 
         Raises OSError when the address is not this machine's, or no port is free.
         """
-        # Else OpenMetrics has another series beside each counter and histogram, with a start time.
-        disable_created_metrics()
         self._server = _listen(collector, host, port)
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
@@ -104,10 +107,19 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are no news."""
 
 
+def _plain_text(collector: Exposed) -> WSGIApplication:
+    # Not compressed: readers are near, and the processor is not ours alone.
+    app = make_wsgi_app(collector, disable_compression=True)
+
+    def answer(environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        environ.pop("HTTP_ACCEPT", None)
+        return cast("Iterable[bytes]", app(environ, start_response))
+
+    return answer
+
+
 def _listen(collector: Exposed, host: str, port: int) -> _Server:
     kind = _Server6 if ":" in host else _Server
-    # Not compressed: readers are near, and the processor is not ours alone.
-    app = make_wsgi_app(collector, disable_compression=True)  # type: ignore[arg-type]
     for candidate in range(port, min(port + PORTS_TRIED, 2**16)) if port else (0,):
         try:
             server = kind((host, candidate), _Handler)
@@ -115,7 +127,7 @@ def _listen(collector: Exposed, host: str, port: int) -> _Server:
             if error.errno != errno.EADDRINUSE or not port:
                 raise
             continue
-        server.set_app(app)
+        server.set_app(_plain_text(collector))
         return server
     raise OSError(
         errno.EADDRINUSE, f"metrics_port: none of {PORTS_TRIED} ports from {port} on is free", host

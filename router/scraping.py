@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client.exposition import choose_encoder
-from starlette.requests import Request
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from router.config import RouterSettings
@@ -95,13 +94,12 @@ class Scraping:
         self._targets = targets
         self._public = public
 
-    async def metrics(self, http: Request) -> Response:
+    async def metrics(self) -> Response:
         """GET /metrics."""
         if not self._public:
             raise NotFound("GET /metrics: not here (metrics_public), but on the metrics port")
-        encode, content_type = choose_encoder(http.headers.get("accept", ""))
-        page = await asyncio.to_thread(encode, self._collector)
-        return Response(page, headers={"content-type": content_type})
+        page = await asyncio.to_thread(generate_latest, self._collector)
+        return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def prometheus_targets(self) -> Response:
         """GET /internal/prometheus/targets."""
