@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -48,13 +49,16 @@ from router.responses import (
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
 from router.tokenizer import TemplateError, Tokenizer
-from router.tracing import open_tracing
 from router.version import version
 from router.vllm_names import router_view
 from router.wire import WorkerCard
 
 Discover = Callable[[], Awaitable[Iterable[WorkerCard]]]
 
+# The framework's own, which environment variables could switch on; ours is in observe and tracing.
+NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False, "metrics": False, "logs": False, "auto_configure": False,
+}  # fmt: skip
 MAX_CHARS_PER_TOKEN = 64  # more than any text has on average
 MAX_CONTEXT_UNKNOWN = 8192  # tokens, as long as no worker is there to say its own
 
@@ -74,7 +78,13 @@ def create_api(
     front = Front(settings, discover, tokenizer)
     scraping = Scraping(front.collector, targets, settings.config.metrics_public)
     # No docs pages: they would load scripts from elsewhere, and the handlers parse for themselves.
-    app = FastAPI(title="Baton", version=version(), lifespan=front.lifespan, openapi_url=None)
+    app = FastAPI(
+        title="Baton",
+        version=version(),
+        lifespan=front.lifespan,
+        openapi_url=None,
+        telemetry=NO_TELEMETRY,
+    )
     app.state.front = front
     routes: list[tuple[str, str, Callable[..., Any]]] = [
         ("POST", "/v1/chat/completions", front.chat_completions),
@@ -130,7 +140,10 @@ class Front:
         if self._loaded is None:
             folder = Path(self._settings.model_dir)
             self._loaded = await asyncio.to_thread(Tokenizer.load, folder)
-        async with exposed_router(self.collector, self._settings) as self.target, self._traced():
+        async with (
+            exposed_router(self.collector, self._settings) as self.target,
+            self.requests.traced(self._settings),
+        ):
             self.metrics.loop_lag.start()
             await self.dispatcher.start()
             try:
@@ -140,20 +153,6 @@ class Front:
                 self.metrics.loop_lag.stop()
                 await self.dispatcher.close()
                 self.target = None
-
-    @contextlib.asynccontextmanager
-    async def _traced(self) -> AsyncIterator[None]:
-        """Record traces, where there is somebody to send them to."""
-        told = self._settings
-        tracing = await asyncio.to_thread(
-            open_tracing, told.tracing_endpoint, "router", told.router_id, told.tracing_ratio
-        )
-        self.requests.tracing = tracing
-        try:
-            yield
-        finally:
-            if tracing is not None:
-                await asyncio.to_thread(tracing.close)
 
     @property
     def tokenizer(self) -> Tokenizer:

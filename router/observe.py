@@ -7,16 +7,19 @@ refused before their body was read, and those whose handler fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from router.config import RouterSettings
 from router.errors import ClientGone, InternalError, RequestError
 from router.ledger import Ledger
 from router.observation import Observation
 from router.recorder import RequestRecorder
 from router.sse import Message, Receive, Send
+from router.tracing import open_tracing
 
 if TYPE_CHECKING:
     from router.otlp import Tracing
@@ -34,10 +37,23 @@ class Requests:
 
     def __init__(self, model: str, ledger: Ledger) -> None:
         self.on_finished: list[OnFinished] = []
-        self.tracing: Tracing | None = None
         self._model = model
+        self._tracing: Tracing | None = None
         self._ledger = ledger
         self._open: dict[RequestRecorder, None] = {}  # in the order of their arrival
+
+    @contextlib.asynccontextmanager
+    async def traced(self, told: RouterSettings) -> AsyncIterator[None]:
+        """Record traces until the block ends, where there is somebody to send them to."""
+        tracing = self._tracing = await asyncio.to_thread(
+            open_tracing, told.tracing_endpoint, "router", told.router_id, told.tracing_ratio
+        )
+        try:
+            yield
+        finally:
+            self._tracing = None
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     def __len__(self) -> int:
         """Those that go on."""
@@ -51,9 +67,9 @@ class Requests:
     def begin(self, endpoint: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> RequestRecorder:
         """One has arrived."""
         recorder = RequestRecorder(self._model, endpoint, self._ledger)
-        if self.tracing is not None:
+        if self._tracing is not None:
             told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-            recorder.trace = self.tracing.begin(endpoint, self._model, told)
+            recorder.trace = self._tracing.begin(endpoint, self._model, told)
         self._open[recorder] = None
         return recorder
 
