@@ -8,7 +8,7 @@ const [LEFT, RIGHT, TOP, BOTTOM] = [88, 14, 6, 22];
 const MAX_ROWS = 14; // of one lane; what is more lies over the others
 const CALM_MS = 8000; // a lane that needs less room keeps it for so long
 const KEEP_S = 150;
-const FIRST_DOTS = 160; // requests in view, up to which first tokens are marked
+const DOT_ROOM = 8; // pixels for each request in view, down to which first tokens are marked
 
 export class Lanes {
   constructor(section, model, selection) {
@@ -17,7 +17,10 @@ export class Lanes {
     this.canvas = section.querySelector("canvas");
     this.tip = section.querySelector(".tip");
     this.empty = section.querySelector(".empty");
-    this.span = 30;
+    const narrow = matchMedia("(max-width: 720px)").matches;
+    const chosen = section.querySelector(`#span input[value="${narrow ? 10 : 30}"]`);
+    chosen.checked = true;
+    this.span = Number(chosen.value);
     this.now = 0;
     this.placed = new Map(); // lane → [{key, start, end, row}]
     this.heights = new Map(); // lane → {rows, since}
@@ -140,7 +143,7 @@ export class Lanes {
     context.clip();
     const chosen = this.selection.key || this.selection.hover;
     const others = this.requests.filter((one) => one.key !== chosen);
-    const dots = this.requests.length <= FIRST_DOTS;
+    const dots = this.requests.length * DOT_ROOM <= right - LEFT;
     const dim = chosen && others.length < this.requests.length ? 0.28 : 1;
     context.globalAlpha = dim;
     for (const one of others) this.links(context, one, x, 1);

@@ -55,7 +55,7 @@ export class Latency {
     const now = router ? router.now[this.name] : null;
     const slo = this.slo;
     figures(this.section, ["p50", "p95", "p99"].map((p) => [
-      p, now ? seconds(now[p]) : "–", now && slo && now[p] > slo ? "bad" : "",
+      p, now ? seconds(now[p]) : "–", now && slo && now[p] > slo ? `${p} bad` : p,
     ]));
     const label = now
       ? `Of the last minute: p50 ${seconds(now.p50)}, p95 ${seconds(now.p95)}, SLO ${seconds(slo)}`
@@ -158,14 +158,16 @@ export class Goodput {
     const now = model.now();
     const wide = Math.max(2, ((right - LEFT) / HISTORY_S) * STEP_S - 1.5);
     for (const p of points) {
-      const left = x(now - p.t - STEP_S) - wide;
+      const end = x(now - p.t - STEP_S);
+      const left = end - wide;
       if (left < LEFT) continue;
+      const sofar = Math.min(end, right) - left; // the last five seconds are not over
       const good = y(p.good / STEP_S);
       const all = y(p.judged / STEP_S);
       context.fillStyle = colour.good;
-      context.fillRect(left, good, wide, floor - good);
+      context.fillRect(left, good, sofar, floor - good);
       context.fillStyle = colour.bad;
-      context.fillRect(left, all, wide, good - all);
+      context.fillRect(left, all, sofar, good - all);
     }
   }
 }

@@ -56,7 +56,7 @@ export class Requests {
     return make("tr", { tabindex: -1, "data-key": request.key, "aria-selected": "false" },
       make("td", { class: "quiet" }),
       make("td", { class: "id", title: request.id }, request.id.slice(0, 12) || "–"),
-      make("td", { class: "way" }, wayOf(request).join(" → ") || "–", make("span", { class: "over" }, retried)),
+      make("td", { class: "way", title: wayOf(request).join(" → ") }, wayOf(request).join(" → ") || "–", make("span", { class: "over" }, retried)),
       make("td", { class: "number" }, request.cached ? `${request.prompt} (${request.cached})` : `${request.prompt}`),
       make("td", { class: "number" }, `${request.tokens}`),
       make("td", { class: `number${late("ttft")}` }, seconds(request.ttft)),

@@ -75,8 +75,9 @@ export class Roofline {
     context.beginPath();
     context.rect(LEFT, 0, right - LEFT + RIGHT, floor);
     context.clip();
-    const taken = [];
-    for (const point of this.points) this.point(context, point, x, y, right, taken);
+    const drawn = this.points.filter(({ trail }) => trail.length);
+    for (const point of drawn) this.point(context, point, x, y);
+    this.names(context, drawn, x, y, right);
     context.restore();
   }
 
@@ -120,20 +121,33 @@ export class Roofline {
     context.restore();
   }
 
-  point(context, { worker, trail, works }, x, y, right, taken) {
-    if (!trail.length) return;
+  point(context, { worker, trail, works }, x, y) {
     const hue = worker.role;
     const path = trail.map((p) => [x(p.intensity), y(p.flops)]);
     line(context, path, faded(hue, 0.35), 1.5);
     const [px, py] = path.at(-1);
     dot(context, px, py, 5, works ? colour[hue] : colour.panel, colour[hue]);
-    // The list below says it in full; here only where there is room.
-    const name = worker.id.split("-").at(-1);
-    const wide = 10 + context.measureText(name).width;
-    const side = px + wide > right ? -1 : 1;
-    if (taken.some(([tx, ty]) => Math.abs(tx - px) < 10 + wide && Math.abs(ty - py) < 13)) return;
-    taken.push([px, py]);
-    write(context, name, px + 9 * side, py + 1, colour[`${hue}-ink`], side > 0 ? "left" : "right");
+  }
+
+  /** Names beside points, where there is room; the list below has all of them. */
+  names(context, drawn, x, y, right) {
+    const taken = drawn.map(({ trail }) => {
+      const last = trail.at(-1);
+      return [x(last.intensity) - 6, x(last.intensity) + 6, y(last.flops)];
+    });
+    const free = (x0, x1, at, own) => taken.every(([a, b, row], i) => (
+      i === own || b < x0 || a > x1 || Math.abs(row - at) > 12));
+    drawn.forEach(({ worker }, i) => {
+      const name = worker.id.split("-").at(-1);
+      const wide = context.measureText(name).width;
+      const [a, b, at] = taken[i];
+      for (const x0 of [b + 4, a - 4 - wide]) {
+        if (x0 < LEFT || x0 + wide > right || !free(x0, x0 + wide, at, i)) continue;
+        taken.push([x0, x0 + wide, at]);
+        write(context, name, x0, at + 1, colour[`${worker.role}-ink`]);
+        break;
+      }
+    });
   }
 }
 
