@@ -84,8 +84,12 @@ def test_the_budget_that_is_left(tmp_path: Path) -> None:
 def test_what_several_routers_see_is_not_added_up(tmp_path: Path) -> None:
     series = [
         stays("baton_workers", count, role=role, state="ready", instance=router)
-        for router in ("r1", "r2")
-        for role, count in (("prefill", 2), ("decode", 4))
+        for router, role, count in (
+            ("r1", "prefill", 2),
+            ("r1", "decode", 4),
+            ("r2", "prefill", 2),
+            ("r2", "decode", 1),  # it started a moment ago
+        )
     ]
     title = "Ready prefill workers per decode worker"
     shows(tmp_path, expr("baton-pools", title), series, {"{}": 0.5})
