@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router import wire
+from router import connection, wire, worker as worker_module
 from router.link import Link
 from router.observation import FIRST_STAGES, Observation
 from tests.integration.deployed import Deployment, deployed, run
@@ -460,5 +460,59 @@ def test_requests_that_go_on_can_be_looked_at() -> None:
             assert left.left
             await over(at)
             assert at.front.requests.seen() == []
+
+    run(scenario)
+
+
+# --- workers that go ------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_is_no_loss_and_one_that_falls_silent_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(connection, "DEAD_AFTER_S", 0.4)
+
+    async def scenario() -> None:
+        async with deployed(roles="PDD") as at:
+            leaving, silent = at.workers[1:]
+            leaving.report(state="draining")
+            async with asyncio.timeout(5):
+                while (await states(at)).get("draining") != 1:
+                    await asyncio.sleep(0.01)
+            leaving.registered = False
+            leaving.report(state="left")
+            await asyncio.sleep(0)
+            leaving.die()
+            silent.freeze()
+            async with asyncio.timeout(10):
+                while (await states(at)).get("dead", 0) < 2:
+                    await asyncio.sleep(0.01)
+            series = await Series.of(at.http)
+            assert series.by("baton_worker_losses_total", "role") == {"decode": 1}
+            assert series.by("baton_worker_losses_total", "reason") == {"silent": 1}
+            kind = {"role": "decode", "kind": "actual"}
+            assert series.value("baton_autoscale_replicas", **kind) == 1
+
+    async def states(at: Deployment) -> dict[str, float]:
+        return (await Series.of(at.http)).by("baton_workers", "state")
+
+    run(scenario)
+
+
+def test_a_worker_that_hangs_is_stalled_and_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(worker_module, "STALLED_AFTER_S", 0.3)
+
+    async def scenario() -> None:
+        async with deployed() as at:
+            assert at.d.server is not None
+            at.d.server.progress = lambda: (7, True)  # it has work, and makes no step
+            async with asyncio.timeout(10):
+                while not (await Series.of(at.http)).value("baton_workers", state="stalled"):
+                    await asyncio.sleep(0.01)
+            series = await Series.of(at.http)
+            losses = series.by("baton_worker_losses_total", "reason", role="decode")
+            assert losses == {"stalled": 1}
 
     run(scenario)
