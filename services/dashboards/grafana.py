@@ -51,7 +51,7 @@ def to_json(board: Board) -> str:
         .refresh("10s")
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .readonly()
+        .editable()
         .link(
             build.DashboardLink("Baton")
             .type(model.DashboardLinkType.DASHBOARDS)
