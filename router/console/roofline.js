@@ -141,10 +141,11 @@ export class Roofline {
       const name = worker.id.split("-").at(-1);
       const wide = context.measureText(name).width;
       const [a, b, at] = taken[i];
-      for (const x0 of [b + 4, a - 4 - wide]) {
-        if (x0 < LEFT || x0 + wide > right || !free(x0, x0 + wide, at, i)) continue;
-        taken.push([x0, x0 + wide, at]);
-        write(context, name, x0, at + 1, colour[`${worker.role}-ink`]);
+      const middle = (a + b - wide) / 2;
+      for (const [x0, row] of [[b + 4, at + 1], [middle, at + 15], [a - 4 - wide, at + 1]]) {
+        if (x0 < LEFT || x0 + wide > right || !free(x0, x0 + wide, row, i)) continue;
+        taken.push([x0, x0 + wide, row]);
+        write(context, name, x0, row, colour[`${worker.role}-ink`]);
         break;
       }
     });
