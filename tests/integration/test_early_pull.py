@@ -18,6 +18,7 @@ from router.link import connect_worker
 from services.engine.config import EngineConfig
 from services.settings import WorkerSettings
 from services.worker import Worker
+from tests.support.scrape import Page, scrape
 from tests.support.tiny_model import save_model
 
 SECRET = b"s" * 32
@@ -143,6 +144,27 @@ async def pulls_early(folder: Path, transport: str) -> None:
         assert (pulled.num_blocks, load.early_blocks) == (NUM_BLOCKS, NUM_BLOCKS - 1)
         assert load.failed_pulls == 0
         assert d.roles.load().blocks["quarantined"] == 0
+        assert d.card is not None
+        page = await asyncio.to_thread(scrape, d.card.host, d.card.metrics_port)
+        check_pulls(page, transport, d)
+
+
+def check_pulls(page: Page, transport: str, worker: Worker) -> None:
+    """What two hand-offs leave in the metrics, the second one with early parts."""
+    pulls = 2 + (NUM_BLOCKS - 1)
+    assert page.values("baton_kv_transfers_total", "result") == {"ok": 2}
+    assert page.value("baton_kv_transfers_total", result="ok", transport=transport) == 2
+    assert page.values("baton_kv_transfer_parts_total", "result") == {"ok": NUM_BLOCKS - 1}
+    assert page.value("baton_kv_transfer_bytes_count") == pulls
+    assert page.value("baton_kv_transfer_blocks_sum") == 2 * NUM_BLOCKS
+    moved = 2 * NUM_BLOCKS * worker.layout.span_bytes
+    assert page.value("baton_kv_transfer_bytes_sum") == moved
+    counts = page.values("baton_kv_transfer_seconds_count", "phase")
+    assert counts == dict.fromkeys(("queue", "wire", "seals", "total"), pulls)
+    seconds = page.values("baton_kv_transfer_seconds_sum", "phase")
+    assert all(0 < seconds[phase] < WAIT_S for phase in ("queue", "wire", "seals"))
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
+    assert page.values("baton_kv_transfer_in_flight", "side") == {}
 
 
 async def aborts_at_each_part(folder: Path, transport: str) -> None:
