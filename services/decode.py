@@ -392,8 +392,9 @@ def _message(output: Output, since: float | None, now: float) -> wire.Tokens | w
     """``since``: when it was admitted here, for its first token."""
     if output.finish == ERROR:
         return wire.Failed(*output.key, kind="internal", message=NOT_FINITE)
-    tokens = (output.index, (output.token,), output.finish, output.num_cached)
-    if since is None:
-        return wire.Tokens(*output.key, *tokens)
-    waited_ms, computed_ms = (output.started - since) * 1000, (now - output.started) * 1000
-    return wire.Tokens(*output.key, *tokens, waited_ms, computed_ms)
+    waited_ms = 0.0 if since is None else (output.started - since) * 1000
+    computed_ms = 0.0 if since is None else (now - output.started) * 1000
+    token, cached = (output.token,), output.num_cached
+    return wire.Tokens(
+        *output.key, output.index, token, output.finish, cached, waited_ms, computed_ms
+    )
