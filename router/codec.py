@@ -1,8 +1,9 @@
 """Dataclasses as msgpack maps, and the frames that carry them (pure).
 
 Knows no message by name: ``router.wire`` says which there are. A frame is a u32 big-endian length
-and a map ``{"t": class name, **fields}``. Unknown keys are ignored, so that fields with defaults
-can be added; types are checked; nothing is pickled.
+and a map ``{"t": class name, **fields}``. Unknown keys are ignored, and fields with their default
+values are left out: such fields can be added, and cost nothing where they say nothing. Types are
+checked; nothing is pickled.
 
 A frame of a connection also has ``"n"``, its number in its direction, counted from 1, and as its
 last key ``"c"``, the CRC-32 of everything before that value. So the receiver notices a frame that
@@ -43,10 +44,15 @@ class Codec(Generic[Message]):
         self._version = version
         classes = (*self._messages.values(), *self._parts.values())
         self._schemas = {cls: _schema(cls) for cls in classes}
+        self._optional = {cls: _optional(cls) for cls in classes}
 
     def encode(self, message: Message, number: int | None = None) -> bytes:
         """One frame, length included; with a number and a checksum when a number is given."""
-        raw = {"t": type(message).__name__, **vars(message)}
+        cls = type(message)
+        raw = {"t": cls.__name__, **vars(message)}
+        for name, default in self._optional[cls]:
+            if raw[name] == default:  # as whoever reads it will fill in
+                del raw[name]
         if number is not None:
             raw |= {"n": number, "c": bytes(_CRC_BYTES)}
         body: bytes = msgpack.packb(raw, default=vars)
@@ -103,6 +109,11 @@ class Codec(Generic[Message]):
 def _checksum(body: bytes) -> bytes:
     """Of a body whose last bytes are the checksum, or room for it."""
     return crc32(memoryview(body)[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "big")
+
+
+def _optional(cls: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """(name, default) of each field that may be left out."""
+    return tuple((item.name, item.default) for item in fields(cls) if item.default is not MISSING)
 
 
 def _schema(cls: type[Any]) -> tuple[tuple[str, str, bool], ...]:

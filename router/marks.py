@@ -8,28 +8,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any
 
 from router.observation import AttemptSeen
+
+_MOMENTS = frozenset(item.name for item in fields(AttemptSeen) if item.name.endswith("_at"))
 
 
 class Marks:
     """Of one answer, over all its attempts. Each note is about the latest attempt."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.attempts: list[AttemptSeen] = []
         self.cached_tokens = 0  # of the prompt, when its first token was made
         self._clock = clock
+        self._notes: list[dict[str, Any]] = []  # by attempt: fields of AttemptSeen
         self._begun = False  # the first token of all attempts is known
+
+    def attempts(self, origin: float = 0.0) -> tuple[AttemptSeen, ...]:
+        """What was noted so far, with moments counted from ``origin``."""
+        return tuple(
+            AttemptSeen(
+                **{k: v - origin if k in _MOMENTS else v for k, v in notes.items()},
+            )
+            for notes in self._notes
+        )
 
     def began(self, prefill: str, decode: str) -> None:
         """A pair has room, and an attempt begins there."""
-        self.attempts.append(AttemptSeen(prefill, decode, self._clock()))
+        notes = {"prefill": prefill, "decode": decode, "began_at": self._clock()}
+        self._notes.append(notes)
 
     def reserved(self) -> None:
         """The decode worker has set blocks aside; a second one does so off the path."""
-        if self.attempts[-1].reserved_at is None:
+        if "reserved_at" not in self._notes[-1]:
             self._note(reserved_at=self._clock())
 
     def sent(self) -> None:
@@ -45,7 +57,7 @@ class Marks:
 
     def handed(self) -> None:
         """The ticket is on its way to the decode worker."""
-        if self.attempts[-1].handed_at is None:
+        if "handed_at" not in self._notes[-1]:
             self._note(handed_at=self._clock())
 
     def pulled(self) -> None:
@@ -59,7 +71,7 @@ class Marks:
 
     def replaced(self, decode: str) -> None:
         """Another decode worker goes on with what was prefilled."""
-        self._note(replaced=self.attempts[-1].decode, decode=decode)
+        self._note(replaced=self._notes[-1]["decode"], decode=decode)
 
     def failed(self, cause: str) -> None:
         """The attempt is over, and another one may follow."""
@@ -67,10 +79,10 @@ class Marks:
 
     def refused(self) -> None:
         """There was no room after all: it never was an attempt, unless P has done its part."""
-        if self.attempts[-1].first_at is None:
-            self.attempts.pop()
+        if "first_at" not in self._notes[-1]:
+            self._notes.pop()
         else:
             self.failed("refused")
 
     def _note(self, **changes: Any) -> None:
-        self.attempts[-1] = replace(self.attempts[-1], **changes)
+        self._notes[-1] |= changes

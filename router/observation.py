@@ -14,7 +14,7 @@ the first and ``kv_transfer`` of the second.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 FIRST_STAGES = ("tokenize", "route", "queue", "prefill", "write")
 SECOND_STAGES = ("kv_transfer", "decode_admit", "first_decode")
@@ -203,13 +203,3 @@ def stage_of(attempts: tuple[AttemptSeen, ...]) -> str:
         return "prefill"
     moved = not last.prefill or last.pulled_at is not None or last.next_at is not None
     return "decode" if moved else "transfer"
-
-
-def shifted(attempt: AttemptSeen, origin: float) -> AttemptSeen:
-    """The same attempt with its moments counted from ``origin``."""
-    moments = {
-        item.name: getattr(attempt, item.name) - origin
-        for item in fields(attempt)
-        if item.name.endswith("_at") and getattr(attempt, item.name) is not None
-    }
-    return replace(attempt, **moments)

@@ -26,7 +26,6 @@ from router.observation import (
     first_stages,
     judged,
     second_stages,
-    shifted,
     stage_of,
 )
 
@@ -175,7 +174,7 @@ class RequestRecorder:
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.marks.cached_tokens if choice.prompt_tokens else 0,
             tokens=len(choice.ids),
-            attempts=tuple(shifted(attempt, self._origin) for attempt in choice.marks.attempts),
+            attempts=choice.marks.attempts(self._origin),
             first_at=self._since(choice.first_at),
             second_at=self._since(choice.second_at),
             last_at=self._since(choice.last_at),

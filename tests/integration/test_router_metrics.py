@@ -492,7 +492,9 @@ def test_a_worker_that_leaves_is_no_loss_and_one_that_falls_silent_is(
             assert series.by("baton_worker_losses_total", "role") == {"decode": 1}
             assert series.by("baton_worker_losses_total", "reason") == {"silent": 1}
             kind = {"role": "decode", "kind": "actual"}
-            assert series.value("baton_autoscale_replicas", **kind) == 1
+            async with asyncio.timeout(5):  # as discovery says, twice a second
+                while (await Series.of(at.http)).value("baton_autoscale_replicas", **kind) != 1:
+                    await asyncio.sleep(0.01)
 
     async def states(at: Deployment) -> dict[str, float]:
         return (await Series.of(at.http)).by("baton_workers", "state")

@@ -87,9 +87,14 @@ def mangled(message: wire.Message, **changes: object) -> bytes:
     return typing.cast("bytes", msgpack.packb(raw))
 
 
-def test_unknown_fields_are_ignored_and_defaults_filled() -> None:
+def test_unknown_fields_are_ignored_and_defaults_are_not_sent_but_filled() -> None:
     tokens = wire.Tokens(b"r", 1, 0, (5,))
-    assert wire.decode(mangled(tokens, later=1, finish=None)) == tokens
+    sent = msgpack.unpackb(wire.encode(tokens)[4:])
+    assert sent.keys() == {"t", "request", "attempt", "first_index", "ids"}
+    assert wire.decode(mangled(tokens, later=1)) == tokens
+    assert wire.decode(mangled(tokens, finish="", queue_ms=0.0)) == tokens  # from who sends them
+    whole = wire.Tokens(b"r", 1, 0, (5,), "stop", 3, 1.5, 2.5)
+    assert wire.decode(wire.encode(whole)[4:]) == whole
 
 
 @pytest.mark.parametrize(
