@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from router import connection, wire, worker as worker_module
 from router.link import Link
-from router.observation import FIRST_STAGES, Observation
+from router.observation import FIRST_STAGES, SECOND_STAGES, Observation
 from tests.integration.deployed import Deployment, deployed, run
 from tests.integration.fake_worker import MODEL
 from tests.integration.measuring_client import Seen, ask
@@ -81,86 +82,83 @@ def test_proofs_are_not_counted_and_idle_is_zero(roles: str) -> None:
 # --- each outcome ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [PATH, CHAT])
-def test_a_request_that_is_answered(path: str, stream: bool) -> None:
+def test_a_request_that_is_answered() -> None:
     async def scenario() -> None:
         async with deployed() as at:
-            body: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "stream": stream}
-            body |= {"prompt": "hello"} if path == PATH else {"messages": MESSAGES}
             at.p.cached_tokens = 3
-            seen = await ask(port_of(at), path, body)
-            await over(at)
-            series = await Series.of(at.http)
-            endpoint = "chat" if path == CHAT else "completions"
-            labels = {"endpoint": endpoint, "stream": str(stream).lower(), "code": "200"}
-            assert series.value("baton_requests_total", **labels, error_type="") == 1
-            assert series["baton_requests_total"] == 1
-            assert series.count("baton_request_duration_seconds", code="200") == 1
-            name = "baton_time_to_first_token_seconds"
-            assert series.by(f"{name}_count", "stream") == {labels["stream"]: 1}
-            assert series.count("baton_time_per_output_token_seconds") == 1
-            assert series.count("baton_inter_token_latency_seconds") == 4
-            assert series["baton_generated_tokens_total"] == 5
-            assert series["baton_cached_prompt_tokens_total"] == 3
-            assert series["baton_prompt_tokens_total"] > 3
-            if not stream:
-                assert series["baton_prompt_tokens_total"] == seen.usage["prompt_tokens"]
-            assert series["baton_request_generated_tokens_sum"] == 5
-            assert series.by("baton_route_decisions_total", "decision") == {"disagg": 1}
-            assert series.count("baton_route_overhead_seconds") == 1
-            assert series.by("baton_slo_requests_total", "verdict") == {"good": 3}
-            counts = series.by("baton_stage_duration_seconds_count", "stage")
-            assert counts.keys() >= set(FIRST_STAGES)
-            assert set(counts.values()) == {1}
-            assert len(counts) == 8
+            for path, stream in product((PATH, CHAT), (False, True)):
+                body: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "stream": stream}
+                body |= {"prompt": "hello"} if path == PATH else {"messages": MESSAGES}
+                before = await Series.of(at.http)
+                seen = await ask(port_of(at), path, body)
+                await over(at)
+                check_answered((await Series.of(at.http)).since(before), path, stream, seen)
 
     run(scenario)
+
+
+def check_answered(series: Series, path: str, stream: bool, seen: Seen) -> None:
+    """What one request of five tokens, three of its prompt cached, adds."""
+    endpoint = "chat" if path == CHAT else "completions"
+    labels = {"endpoint": endpoint, "stream": str(stream).lower(), "code": "200"}
+    assert series.value("baton_requests_total", **labels, error_type="") == 1
+    assert series["baton_requests_total"] == 1
+    assert series.count("baton_request_duration_seconds", code="200") == 1
+    name = "baton_time_to_first_token_seconds"
+    assert series.by(f"{name}_count", "stream") == {labels["stream"]: 1}
+    assert series.count("baton_time_per_output_token_seconds") == 1
+    assert series.count("baton_inter_token_latency_seconds") == 4
+    assert series["baton_generated_tokens_total"] == 5
+    assert series["baton_cached_prompt_tokens_total"] == 3
+    assert series["baton_prompt_tokens_total"] > 3
+    if not stream:
+        assert series["baton_prompt_tokens_total"] == seen.usage["prompt_tokens"]
+    assert series["baton_request_generated_tokens_sum"] == 5
+    assert series.by("baton_route_decisions_total", "decision") == {"disagg": 1}
+    assert series.count("baton_route_overhead_seconds") == 1
+    assert series.by("baton_slo_requests_total", "verdict") == {"good": 3}
+    counts = series.by("baton_stage_duration_seconds_count", "stage")
+    assert counts == dict.fromkeys(FIRST_STAGES + SECOND_STAGES, 1)
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "code", "kind", "rejected"),
-    [
-        ({**BODY, "temperature": 9}, {}, 400, "validation", ""),
-        ({**BODY, "model": "another"}, {}, 404, "not_found", ""),
-        ({**BODY, "prompt": "x" * 600}, {}, 400, "validation", "too_long"),
-        ({**BODY, "prompt": "x" * 4000}, {}, 413, "validation", ""),
-        (BODY, {"content-type": "text/plain"}, 400, "validation", ""),
-        (BODY, {"authorization": "Bearer wrong"}, 401, "validation", ""),
-    ],
-)
-def test_requests_that_are_wrong(
-    body: dict[str, Any], headers: dict[str, str], code: int, kind: str, rejected: str
-) -> None:
+WRONG: list[tuple[dict[str, Any], dict[str, str], int, str, str]] = [
+    ({**BODY, "temperature": 9}, {}, 400, "validation", ""),
+    ({**BODY, "model": "another"}, {}, 404, "not_found", ""),
+    ({**BODY, "prompt": "x" * 600}, {}, 400, "validation", "too_long"),
+    ({**BODY, "prompt": "x" * 4000}, {}, 413, "validation", ""),
+    (BODY, {"content-type": "text/plain"}, 400, "validation", ""),
+    (BODY, {"authorization": "Bearer wrong"}, 401, "validation", ""),
+]
+"""(body, headers, status, type of error, why it was rejected)"""
+
+
+def test_requests_that_are_wrong() -> None:
     async def scenario() -> None:
         async with deployed(max_body_bytes=3000, api_keys=("right",)) as at:
             at.http.headers["authorization"] = "Bearer right"
-            response = await at.post(PATH, body, headers=headers)
-            assert response.status_code == code, response.text
-            await over(at)
-            series = await Series.of(at.http)
-            labels = {"endpoint": "completions", "stream": "false", "error_type": kind}
-            assert series.value("baton_requests_total", code=str(code), **labels) == 1
-            assert series["baton_requests_total"] == 1
-            assert series.count("baton_request_duration_seconds", code=str(code)) == 1
-            reasons = series.by("baton_admission_rejections_total", "reason")
-            assert reasons == ({rejected: 1} if rejected else {})
-            assert series["baton_slo_requests_total"] == 0
-            assert series.count("baton_time_to_first_token_seconds") == 0
-
-    run(scenario)
-
-
-def test_paths_that_are_not_for_tokens_are_not_counted() -> None:
-    async def scenario() -> None:
-        async with deployed() as at:
+            for body, headers, code, kind, rejected in WRONG:
+                before = await Series.of(at.http)
+                response = await at.post(PATH, body, headers=headers)
+                assert response.status_code == code, response.text
+                await over(at)
+                series = (await Series.of(at.http)).since(before)
+                labels = {"endpoint": "completions", "stream": "false", "error_type": kind}
+                assert series.value("baton_requests_total", code=str(code), **labels) == 1
+                assert series["baton_requests_total"] == 1
+                assert series.count("baton_request_duration_seconds", code=str(code)) == 1
+                reasons = series.by("baton_admission_rejections_total", "reason")
+                assert reasons == ({rejected: 1} if rejected else {})
+                assert series["baton_slo_requests_total"] == 0
+                assert series.count("baton_time_to_first_token_seconds") == 0
+            # What is not for tokens is not counted at all.
+            before = await Series.of(at.http)
             assert (await at.http.get(PATH)).status_code == 405
             assert (await at.post("/v1/embeddings", {})).status_code == 404
             assert (await at.post("/tokenize", {"prompt": "x"})).status_code == 200
-            assert (await Series.of(at.http))["baton_requests_total"] == 0
+            assert (await Series.of(at.http)).since(before)["baton_requests_total"] == 0
 
     run(scenario)
 

@@ -28,6 +28,16 @@ class Series:
         assert response.status_code == 200, response.text
         return cls(response.text)
 
+    def since(self, before: Series) -> Series:
+        """What was added to counters and histograms since an earlier page."""
+        difference = Series("")
+        for name, samples in self._samples.items():
+            earlier = dict(before._samples.get(name, ()))
+            difference._samples[name] = [
+                (labels, value - earlier.get(labels, 0.0)) for labels, value in samples
+            ]
+        return difference
+
     def __getitem__(self, name: str) -> float:
         return self.value(name)
 
