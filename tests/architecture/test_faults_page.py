@@ -14,7 +14,7 @@ REQUIRED = {
     *(f"B{n:03}" for n in (47, 48, 50, 51, 52, 53, 55, 56)),  # lifecycle and abort
     *(f"B{n:03}" for n in (89, 90, 92, 94, 95)),  # scheduling and numerics
     "B098",
-    *("B108", "B109"),  # metrics
+    *(f"B{n}" for n in (103, 104, 105, 108, 109)),  # metrics
 }
 
 
