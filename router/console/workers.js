@@ -59,7 +59,7 @@ export class Workers {
     if (role !== "decode") words.push(`${amount(sum("computed"))} prompt tokens/s`);
     if (role !== "prefill") words.push(`${amount(sum("generated"))} tokens/s`);
     if (role !== "prefill" && sum("pulled") > 0) words.push(`KV in ${amount(sum("pulled"), "B/s")}`);
-    if (total("waiting_tokens")) words.push(`${amount(total("waiting_tokens"))} tokens to compute`);
+    if (role !== "decode" && total("waiting_tokens")) words.push(`${amount(total("waiting_tokens"))} tokens to compute`);
     say(head.text, words.join(" · "));
   }
 
@@ -76,7 +76,7 @@ export class Workers {
     const used = (blocks.active || 0) + (blocks.leased || 0) + (blocks.quarantined || 0);
     fillBar(row.bar, ["active", "leased", "quarantined", "cached"].map((kind) => [kind, blocks[kind] || 0]), worker.kv_blocks);
     row.bar.setAttribute("aria-label", `KV blocks: ${used} of ${worker.kv_blocks} in use, ${blocks.cached || 0} cached`);
-    say(row.kv, `${percent(used / worker.kv_blocks)} of ${amount(worker.kv_blocks)} blocks`);
+    say(row.kv, `KV ${percent(used / worker.kv_blocks)} of ${worker.kv_blocks.toLocaleString("en")}`);
     const rates = this.model.rates(worker);
     const pace = rates ? (worker.role === "prefill" ? rates.computed : rates.generated) : 0;
     say(row.pace, rates ? `${amount(pace)} tok/s` : "–");

@@ -214,8 +214,9 @@ class Page:
             " height: Math.max(b.height, e.scrollHeight), scale: 1}; })()"
         )
         found = self.call(
-            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
-        )
+            "Page.captureScreenshot",
+            format="png", clip=clip, captureBeyondViewport=True, optimizeForSpeed=True,
+        )  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(found["data"]))
 
