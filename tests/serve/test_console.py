@@ -63,7 +63,7 @@ def text_of(page: Page, selector: str) -> str:
 def test_every_part_in_both_themes(at: Stage, page: Page, full: bool) -> None:
     at.begin_load(rate=5, words=(5, 90), tokens=(20, 90))
     try:
-        page.until(f"{ROWS} > {60 if full else 12}", 60)
+        page.until(f"{ROWS} > {50 if full else 12}", 60)
         pictures_of(page, PICTURES, PARTS if full else ())
         look_at_parts(page)
     finally:
