@@ -94,6 +94,7 @@ async def _serve(config: AppConfig) -> int:
                 f" {mib(card.weights_bytes)} (shared), KV pool {card.kv_blocks} blocks,"
                 f" {mib(pool_bytes)}, step {card.token_budget} tokens"
             )
+        print(f"  http://{config.host}:{config.port}/console")
         print(f"  http://{config.host}:{config.port}/v1  (Ctrl-C stops)", flush=True)
         api = graph.api()
         server = uvicorn.Server(uvicorn.Config(api, config.host, config.port, log_level="warning"))

@@ -314,6 +314,7 @@ def summary(spec: "AppSpec") -> str:
     lines += [
         "",
         f"  {url(config)}/v1",
+        f"  {url(config)}/console",
         "",
         f"  curl -N {url(config)}/v1/chat/completions \\",
         *(f"    -H '{header}' \\" for header in headers),
