@@ -15,8 +15,8 @@ from router.observation import Observation
 STEP_S = 5.0  # of the history: one point of a line
 HISTORY_S = 300.0
 WINDOW_S = 60.0  # of what is called "now"
-KEEP = 256  # requests that are shown to a page that was just opened
-SAMPLES = 4096  # requests whose times are kept; at high rates they reach less far back
+KEEP = 128  # requests that are shown to a page that was just opened
+SAMPLES = 2048  # requests whose times are kept; at high rates they reach less far back
 
 
 class _Sample(NamedTuple):

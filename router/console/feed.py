@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from router.console.timeline import timeline
@@ -21,6 +22,7 @@ from router.events import Recent
 from router.observation import Observation
 
 TICK_S = 0.5
+SUMS_S = 1.0  # percentiles are as old as that: of thousands of requests they take milliseconds
 MAX_LISTENERS = 32
 MAX_WAITING = 256  # events of one listener
 MAX_ENDED = 128  # requests in one event; of more, the newest
@@ -87,6 +89,8 @@ class Feed:
         self._listeners: set[Listener] = set()
         self._ended: deque[Observation] = deque(maxlen=MAX_ENDED)  # since the last tick
         self._ticking: asyncio.Task[None] | None = None
+        self._sums: dict[str, Any] = {}
+        self._sums_at = -inf
         self._closed = False
 
     def ended(self, seen: Observation) -> None:
@@ -149,13 +153,18 @@ class Feed:
         now, live = self._now(), self._live(MAX_LIVE)
         ended = [timeline(seen) for seen in self._ended]
         self._ended.clear()
+        if not 0 <= now - self._sums_at < SUMS_S:  # the clock may have been set back
+            self._sums_at = now
+            self._sums = {
+                "now": self.recent.summary(now, live),
+                "history": self.recent.history(now, live, span_s=10.0),
+            }
         return encode(
             "state",
             {
                 "t": now,
                 **self._picture(),
-                "now": self.recent.summary(now, live),
-                "history": self.recent.history(now, live, span_s=10.0),
+                **self._sums,
                 "ended": ended,
                 "live": [timeline(seen) for seen in live],
             },

@@ -25,6 +25,7 @@ KEY = {"authorization": "Bearer secret"}
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "TICK_S", 0.02)
+    monkeypatch.setattr(feeds, "SUMS_S", 0.0)
 
 
 @contextlib.asynccontextmanager

@@ -57,6 +57,7 @@ async def heard(listener: Listener, want: str = "") -> tuple[str, dict[str, Any]
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "TICK_S", 0.01)
+    monkeypatch.setattr(feeds, "SUMS_S", 0.0)
 
 
 def test_a_listener_hears_what_was_and_then_what_is() -> None:
@@ -195,3 +196,26 @@ def test_consoles_are_few() -> None:
             at.feed.leave(listener)
 
     run(scenario)
+
+
+def test_percentiles_are_made_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "SUMS_S", 1.0)
+    at = Pictures()
+    clock = NOON
+    at.feed._now = lambda: clock
+
+    def ended() -> int:
+        event = at.feed._state().decode()
+        return int(json.loads(event.split("data: ")[1])["now"]["ended"])
+
+    at.feed.ended(seen(NOON - 10))
+    assert ended() == 1
+    at.feed.ended(seen(NOON - 5))
+    clock += 0.5
+    assert ended() == 1
+    clock += 0.5
+    assert ended() == 2
+    at.feed.ended(seen(NOON - 4))
+    clock -= 3600  # set back: they are not kept for an hour
+    at.feed.recent = type(at.feed.recent)()
+    assert ended() == 0
