@@ -10,7 +10,7 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers bench-roofline bench-step bench-tools bench-loadtest proof dashboards clean
+	bench-engine bench-peers bench-roofline bench-step bench-tools bench-loadtest proof dashboards observability clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ bench-loadtest: dev  ## the load test's figures against a server of known delays
 
 proof: dev  ## disaggregated against mixed workers on this machine: under 40 minutes, docs/performance.md
 	$(BIN)/python -m loadtest.proof $(ARGS)
+
+observability: dev  ## every query of boards and rules against baton serve under Prometheus (a Debian package)
+	$(BIN)/python -m pytest --full -s tests/serve/test_prometheus.py tests/integration/test_promtool.py $(ARGS)
 
 dashboards: dev  ## write the Grafana boards and docs/dashboards.md from services/dashboards
 	$(BIN)/python -m services.dashboards
