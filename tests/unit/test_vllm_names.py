@@ -1,5 +1,7 @@
 """vLLM's names: the same values as ours, one series for each of theirs."""
 
+import re
+
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -9,6 +11,7 @@ from router.exposition import Exposed
 from router.vllm_names import ALIASES, PREFIX, WithVllmNames, decode_usage, worker_view
 from router.worker import Worker
 from tests.integration.fake_worker import LAYOUT, READY
+from tests.support.promql import ROOT
 
 MODEL = "m"
 
@@ -111,3 +114,11 @@ def test_a_router_is_as_full_as_its_decode_workers_on_average() -> None:
     prefill = _worker("prefill", free=8, active=0)
     assert decode_usage([half, full, unknown, prefill]) == 0.75
     assert decode_usage([prefill]) == 0.0
+
+
+def test_every_name_is_documented() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    missing = [
+        a.theirs for a in ALIASES if not re.search(rf"`({PREFIX})?{a.theirs}(_total)?`", page)
+    ]
+    assert not missing
