@@ -4,7 +4,7 @@
 import { Surface, colour, dot, faded, line, write } from "./draw.js";
 import { stepList, wayOf } from "./detail.js";
 
-const [LEFT, RIGHT, TOP, BOTTOM] = [88, 14, 6, 22];
+const [RIGHT, TOP, BOTTOM] = [14, 6, 22];
 const MAX_ROWS = 14; // of one lane; what is more lies over the others
 const CALM_MS = 8000; // a lane that needs less room keeps it for so long
 const KEEP_S = 150;
@@ -132,18 +132,19 @@ export class Lanes {
 
   paint(context, width, height) {
     if (!this.lanes) return;
+    this.left = width < 500 ? 68 : 88; // room for names
     const right = width - RIGHT;
     const from = this.now - this.span;
-    const x = (t) => LEFT + ((t - from) / this.span) * (right - LEFT);
+    const x = (t) => this.left + ((t - from) / this.span) * (right - this.left);
     this.hits = [];
     this.backdrop(context, width, height, right);
     context.save();
     context.beginPath();
-    context.rect(LEFT, 0, right - LEFT + 2, height);
+    context.rect(this.left, 0, right - this.left + 2, height);
     context.clip();
     const chosen = this.selection.key || this.selection.hover;
     const others = this.requests.filter((one) => one.key !== chosen);
-    const dots = this.requests.length * DOT_ROOM <= right - LEFT;
+    const dots = this.requests.length * DOT_ROOM <= right - this.left;
     const dim = chosen && others.length < this.requests.length ? 0.28 : 1;
     context.globalAlpha = dim;
     for (const one of others) this.links(context, one, x, 1);
@@ -162,7 +163,7 @@ export class Lanes {
     let i = 0;
     for (const lane of this.lanes.values()) {
       context.fillStyle = i % 2 ? faded("raised", 0.45) : faded("raised", 0.8);
-      context.fillRect(LEFT, lane.y, right - LEFT, lane.height);
+      context.fillRect(this.left, lane.y, right - this.left, lane.height);
       const gone = lane.state === "dead" || lane.state === "stalled";
       context.fillStyle = lane.role === "router" ? colour.queue : colour[lane.role] || colour.queue;
       context.globalAlpha = gone ? 0.4 : 1;
@@ -182,7 +183,7 @@ export class Lanes {
     }
     const step = this.span / 6;
     for (let ago = step; ago < this.span; ago += step) {
-      const x = right - (ago / this.span) * (right - LEFT);
+      const x = right - (ago / this.span) * (right - this.left);
       line(context, [[x, TOP], [x, height - BOTTOM]], colour.grid, 1);
       write(context, `−${+ago.toFixed(1)} s`, x, height - 9, colour["ink-3"], "center");
     }
@@ -204,7 +205,7 @@ export class Lanes {
       if (!band) continue;
       const x0 = x(request.at + start);
       const x1 = end === null ? x(this.now) : x(Math.min(request.at + end, this.now));
-      if (x1 < LEFT || x0 > x(this.now)) continue;
+      if (x1 < this.left || x0 > x(this.now)) continue;
       // Whether a prompt waits at its worker or is computed is known at its end.
       const open = end === null && stage === "prefill";
       bar(context, open ? "open" : stage, x0, Math.max(1.5, x1 - x0), band, chosen);
@@ -254,7 +255,7 @@ export class Lanes {
       context.beginPath();
       context.moveTo(x0, y0);
       context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
-      context.strokeStyle = width > 1 ? colour.kv : faded("kv", 0.7);
+      context.strokeStyle = width > 1 ? colour.kv : faded("kv", this.requests.length > 60 ? 0.45 : 0.7);
       context.lineWidth = width;
       context.stroke();
       from = null;

@@ -227,6 +227,17 @@ class Stage:
 
     # --- load ------------------------------------------------------------------------------------
 
+    def ask(self, count: int) -> None:
+        """So many short completions, until they have ended."""
+
+        async def ask() -> None:
+            async with httpx2.AsyncClient(base_url=self.url, timeout=60) as http:
+                for number in range(count):
+                    body = {"prompt": f"please {number}", "max_tokens": 3}
+                    (await http.post("/v1/completions", json=body)).raise_for_status()
+
+        self.run(ask())
+
     def begin_load(self, rate: float, words: tuple[int, int], tokens: tuple[int, int]) -> None:
         """Completions at ``rate`` a second, by chance, with prompts and answers of such lengths."""
 

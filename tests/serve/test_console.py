@@ -38,6 +38,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def at(browser: Browser) -> Iterator[Stage]:
     with stage(scripted) as opened:
+        opened.ask(3)
         yield opened
 
 
@@ -92,6 +93,9 @@ def pictures_of(page: Page, folder: Path, parts: tuple[str, ...]) -> None:
     """Of the page and of ``parts``, in both themes, wide and on a phone."""
     for size, (width, height, phone) in SIZES.items():
         page.size(width, height, phone)
+        if phone:  # as it is opened there
+            page.call("Page.reload")
+            page.until(f"{LIVE} && {ROWS} > 5")
         for theme in ("light", "dark"):
             page.media(prefers_color_scheme=theme)
             page.until(f"document.documentElement.dataset.theme === '{theme}'")
