@@ -181,7 +181,7 @@ export class Lanes {
       }
       i += 1;
     }
-    const step = this.span / 6;
+    const step = this.span === 10 ? 2 : this.span / 6;
     for (let ago = step; ago < this.span; ago += step) {
       const x = right - (ago / this.span) * (right - this.left);
       line(context, [[x, TOP], [x, height - BOTTOM]], colour.grid, 1);
