@@ -1,7 +1,6 @@
 """Markers from the path: ``pytest -m unit`` runs what lies in ``tests/unit``.
 
-``make test`` runs two processes side by side (pytest-xdist): half of a test's time is waiting.
-What starts deployments of several processes stays in one of them, one test after the other.
+``make test`` runs three processes side by side (pytest-xdist): half of a test's time is waiting.
 """
 
 from pathlib import Path
@@ -12,13 +11,18 @@ from services.machine import calm_openmp
 from services.warm_kernels import warm_kernels
 
 TESTS = Path(__file__).parent
-# Tests of these start deployments of several processes, or keep all cores busy: never two at once.
-DEPLOYMENTS = (
-    "chaos",
-    "serve",
-    "integration/test_proof.py",
-    "integration/test_loadtest_command.py",
-)
+# Tests of a lane run one after the other: they start many processes, or keep all cores busy. The
+# longest lane comes first.
+LANES = {
+    "deployments": ("serve",),
+    "long": (
+        "chaos",
+        "integration/test_proof.py",
+        "integration/test_loadtest_command.py",
+        "serve/test_console.py",
+        "serve/test_prometheus.py",
+    ),
+}
 
 calm_openmp()  # before any test imports torch
 
@@ -48,16 +52,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: not _deploys(item)
-    )  # stable: these begin at once, they take longest
+    order = [*LANES, ""]
+    items.sort(key=lambda item: order.index(_lane(item)))  # stable
     for item in items:
         if item.path.is_relative_to(TESTS):
             item.add_marker(item.path.relative_to(TESTS).parts[0])
-            item.add_marker(
-                pytest.mark.xdist_group("deployments" if _deploys(item) else str(item.path))
-            )
+            item.add_marker(pytest.mark.xdist_group(_lane(item) or str(item.path)))
 
 
-def _deploys(item: pytest.Item) -> bool:
-    return any(item.path.is_relative_to(TESTS / path) for path in DEPLOYMENTS)
+def _lane(item: pytest.Item) -> str:
+    """The lane whose path is the longest that fits; "" for tests that are in none."""
+    fitting = [
+        (len(path), lane)
+        for lane, paths in LANES.items()
+        for path in paths
+        if item.path.is_relative_to(TESTS / path)
+    ]
+    return max(fitting, default=(0, ""))[1]
