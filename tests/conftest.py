@@ -1,6 +1,6 @@
 """Markers from the path: ``pytest -m unit`` runs what lies in ``tests/unit``.
 
-``make test`` runs three processes side by side (pytest-xdist): half of a test's time is waiting.
+``make test`` runs two processes side by side (pytest-xdist): half of a test's time is waiting.
 """
 
 from pathlib import Path
@@ -11,18 +11,13 @@ from services.machine import calm_openmp
 from services.warm_kernels import warm_kernels
 
 TESTS = Path(__file__).parent
-# Tests of a lane run one after the other: they start many processes, or keep all cores busy. The
-# longest lane comes first.
-LANES = {
-    "deployments": ("serve",),
-    "long": (
-        "chaos",
-        "integration/test_proof.py",
-        "integration/test_loadtest_command.py",
-        "serve/test_console.py",
-        "serve/test_prometheus.py",
-    ),
-}
+# Tests of these start many processes, or keep all cores busy: one after the other.
+DEPLOYMENTS = (
+    "chaos",
+    "serve",
+    "integration/test_proof.py",
+    "integration/test_loadtest_command.py",
+)
 
 calm_openmp()  # before any test imports torch
 
@@ -52,20 +47,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = [*LANES, ""]
-    items.sort(key=lambda item: order.index(_lane(item)))  # stable
+    items.sort(key=lambda item: not _deploys(item))  # stable; first what takes longest
     for item in items:
         if item.path.is_relative_to(TESTS):
             item.add_marker(item.path.relative_to(TESTS).parts[0])
-            item.add_marker(pytest.mark.xdist_group(_lane(item) or str(item.path)))
+            group = "deployments" if _deploys(item) else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _lane(item: pytest.Item) -> str:
-    """The lane whose path is the longest that fits; "" for tests that are in none."""
-    fitting = [
-        (len(path), lane)
-        for lane, paths in LANES.items()
-        for path in paths
-        if item.path.is_relative_to(TESTS / path)
-    ]
-    return max(fitting, default=(0, ""))[1]
+def _deploys(item: pytest.Item) -> bool:
+    return any(item.path.is_relative_to(TESTS / path) for path in DEPLOYMENTS)

@@ -42,8 +42,8 @@ FULL = Matrix(48, LENGTHS, [(n, options) for n in LENGTHS for options in (GREEDY
 # Every length greedily among others, half of the longest; the rest where blocks begin, end, or are
 # many.
 SHORT = Matrix(
-    24,
-    (1, 16, 33, 513),
+    17,
+    (1, 16, 33, 100),
     [(n, GREEDY) for n in (*LENGTHS[:-1], 1000)] + [(n, SAMPLED) for n in (1, 15, 17, 32, 100)],
 )
 ONLY_IN_FULL = "tcp"  # make test has it with a small model, in integration and faults

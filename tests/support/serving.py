@@ -113,14 +113,16 @@ class Client:
         return [w for w in state["workers"] if not role or w["role"] == role]
 
     def idle_workers(self, role: str = "") -> list[dict[str, Any]]:
-        """Workers once nothing runs, waits or is held for a hand-off any more."""
+        """Workers once nothing runs, waits or is held for a hand-off any more, and what they
+        computed to prove themselves is in their reports.
+        """
 
         def idle() -> list[dict[str, Any]]:
             workers = self.workers(role)
             busy = [
                 w
                 for w in workers
-                if w["running"] or w["waiting"] or w["tickets"]
+                if w["running"] or w["waiting"] or w["tickets"] or not w["steps"]
                 or any(w["blocks"][kind] for kind in ("active", "leased", "quarantined"))
             ]  # fmt: skip
             return [] if busy else workers
