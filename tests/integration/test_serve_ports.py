@@ -8,7 +8,8 @@ import pytest
 from services import serve
 from services.config import ConfigError
 
-FIRST = serve.PORT_RANGE[1] - 2 * serve.PORTS
+RANGE = serve.PORT_RANGE
+FIRST = RANGE[0] - 2 * serve.PORTS  # where no server that another test has started looks for ports
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_system_gives_none_of_them_to_an_outgoing_connection() -> None:
     lowest, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert serve.PORT_RANGE[1] <= int(lowest)
+    assert RANGE[1] <= int(lowest)
 
 
 def test_a_range_of_which_one_is_taken_is_passed_over() -> None:
