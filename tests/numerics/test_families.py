@@ -94,8 +94,15 @@ class RecordingModel(Model):
             self.cpu_layers = None
         self.last = torch.empty(0)  # [num_tokens, vocab_size] of the last step
 
-    def forward(self, ids: Tensor, positions: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        hidden = super().forward(ids, positions, kv, plan)
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        plan: Any,
+        pause: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        hidden = super().forward(ids, positions, kv, plan, pause)
         self.last = self.logits(hidden)
         return hidden
 
