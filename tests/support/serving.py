@@ -70,7 +70,7 @@ class Client:
             with error:
                 return error.code, json.loads(error.read() or b"null")
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The chunks of a stream as they come; asserts that it ends with [DONE]."""
         data = json.dumps({**body, "stream": True}).encode()
         request = urllib.request.Request(
