@@ -10,7 +10,8 @@ TRANSPORT ?= nixl
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
-	bench-engine bench-peers bench-roofline bench-step bench-tools bench-loadtest proof dashboards observability clean
+	bench-engine bench-peers bench-roofline bench-observability bench-step bench-tools bench-loadtest \
+	proof dashboards observability clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -60,6 +61,9 @@ bench-peers: dev  ## the same with llama.cpp (built from source, once) and any s
 
 bench-roofline: dev  ## a worker's roofline gauges against bench-engine's figures, within 15 %
 	$(BIN)/python -m tests.bench_roofline $(ARGS)
+
+bench-observability: dev  ## what metrics and an open console cost of throughput: below 2 %
+	$(BIN)/python -m tests.bench_observability $(ARGS)
 
 bench-step: dev  ## what a step costs outside the model, by part
 	$(BIN)/python -m tests.bench_step $(ARGS)

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import psutil
 
 from services.serve import PORT_RANGE
 
+READY_LINES = ("curl -N", "(Ctrl-C stops)")  # of baton serve, of baton local
 BATON = Path(sys.executable).with_name("baton")
 READY_S = 180
 STOP_S = 10
@@ -145,15 +146,20 @@ class Served(Client):
 
 
 @contextlib.contextmanager
-def served(*args: str, port: int = 0, command: list[str] | None = None) -> Iterator[Served]:
+def served(
+    *args: str,
+    port: int = 0,
+    command: list[str] | None = None,
+    program: Sequence[str | Path] = (BATON, "serve"),
+) -> Iterator[Served]:
     """``baton serve ARGS`` until the block ends; then Ctrl-C must leave nothing within 10 s.
 
-    ``command`` starts it in another way: ``make serve``.
+    ``program`` takes the same flags in its place, ``command`` is one that takes them as ``ARGS``.
     """
     port = port or free_port()
     flags = ["--port", str(port), *args]
     process = subprocess.Popen(
-        [*command, f"ARGS={' '.join(flags)}"] if command else [BATON, "serve", *flags],
+        [*command, f"ARGS={' '.join(flags)}"] if command else [*program, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -165,7 +171,7 @@ def served(*args: str, port: int = 0, command: list[str] | None = None) -> Itera
     reader.start()
     family: list[psutil.Process] = []
     try:
-        _wait_for_curl_line(lines, server)
+        _wait_until_it_says_so(lines, server)
         family = psutil.Process(process.pid).children(recursive=True)
         yield server
     finally:
@@ -183,12 +189,12 @@ def _read(process: Any, output: list[str], lines: "queue.SimpleQueue[str]") -> N
     lines.put("")
 
 
-def _wait_for_curl_line(lines: "queue.SimpleQueue[str]", server: Served) -> None:
+def _wait_until_it_says_so(lines: "queue.SimpleQueue[str]", server: Served) -> None:
     end = time.monotonic() + READY_S
     while True:
         line = lines.get(timeout=max(0.1, end - time.monotonic()))
         assert line, f"baton serve ended with {server.process.wait()}:\n{server.text}"
-        if "curl -N" in line:
+        if any(mark in line for mark in READY_LINES):
             return
 
 
