@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LARGEST = 1e9  # of any number here: a time in seconds fits into a message, and is not "inf"
+POLICIES = ("least-loaded", "round-robin")
+MAY_BE_ZERO = ("max_bypass", "comeback_s", "keep_alive_s")
+ABOVE_ZERO = (
+    "max_queue", "queue_timeout_s", "request_timeout_s", "first_token_status_s",
+    "max_body_bytes", "prefill_ahead", "prefill_attempts", "decode_attempts",
+    "max_choices", "max_prompts", "max_stop_strings", "max_stop_chars",
+    "slo_ttft_s", "slo_tpot_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,19 +43,12 @@ class RouterConfig:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
 
     def __post_init__(self) -> None:
-        if self.policy not in ("least-loaded", "round-robin"):
-            raise ValueError(
-                f"router.policy is {self.policy!r}; it can be least-loaded or round-robin"
-            )
-        for name in ("max_bypass", "comeback_s", "keep_alive_s"):
+        if self.policy not in POLICIES:
+            raise ValueError(f"router.policy is {self.policy!r}; it can be {' or '.join(POLICIES)}")
+        for name in MAY_BE_ZERO:
             if not 0 <= getattr(self, name) <= LARGEST:
                 raise ValueError(f"router.{name} must be a number from 0 to {LARGEST:g}")
-        for name in (
-            "max_queue", "queue_timeout_s", "request_timeout_s", "first_token_status_s",
-            "max_body_bytes", "prefill_ahead", "prefill_attempts", "decode_attempts",
-            "max_choices", "max_prompts", "max_stop_strings", "max_stop_chars",
-            "slo_ttft_s", "slo_tpot_s",
-        ):  # fmt: skip
+        for name in ABOVE_ZERO:
             if not 0 < getattr(self, name) <= LARGEST:  # also not NaN
                 raise ValueError(
                     f"router.{name} must be a number above zero and at most {LARGEST:g}"
