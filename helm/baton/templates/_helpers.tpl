@@ -1,0 +1,136 @@
+{{/*
+Names, labels and other things that several templates must agree on.
+
+Templates that take a role are called with (dict "root" $ "role" "prefill").
+*/}}
+
+{{- define "baton.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/*
+The name of the RayService, and the start of all other names.
+
+KubeRay takes at most 47 characters, and the longest suffix here needs more than the 16 that would be
+left of 63: so 40. A longer name ends in a hash of all of it; two releases that begin alike stay two.
+*/}}
+{{- define "baton.fullname" -}}
+{{- $name := .Values.fullnameOverride -}}
+{{- if not $name -}}
+{{- $chart := include "baton.name" . -}}
+{{- $name = ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
+{{- end -}}
+{{- include "baton.short" (dict "name" $name "limit" 40) -}}
+{{- end -}}
+
+{{/* A name of at most "limit" characters; a longer one ends in a hash. */}}
+{{- define "baton.short" -}}
+{{- $limit := int .limit -}}
+{{- if gt (len .name) $limit -}}
+{{- printf "%s-%s" (.name | trunc (int (sub $limit 9)) | trimSuffix "-" | trimSuffix ".") (.name | sha256sum | trunc 8) -}}
+{{- else -}}
+{{- .name | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.chart" -}}
+{{- printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* What selects this release's objects; never changes in a release's life. */}}
+{{- define "baton.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "baton.name" . }}
+app.kubernetes.io/instance: {{ include "baton.short" (dict "name" .Release.Name "limit" 63) }}
+{{- end -}}
+
+{{/* Of every object. */}}
+{{- define "baton.labels" -}}
+{{- $own := dict "helm.sh/chart" (include "baton.chart" .) "app.kubernetes.io/version" (.Chart.AppVersion | toString) "app.kubernetes.io/managed-by" .Release.Service "app.kubernetes.io/part-of" "baton" -}}
+{{- toYaml (merge (include "baton.selectorLabels" . | fromYaml) $own .Values.commonLabels) -}}
+{{- end -}}
+
+{{/* What selects the pods of one role; roles are head, router, prefill, decode, mixed. */}}
+{{- define "baton.roleSelectorLabels" -}}
+{{ include "baton.selectorLabels" .root }}
+baton/role: {{ .role }}
+{{- end -}}
+
+{{/* Of the pods of one role; KubeRay's app.kubernetes.io/* give way to ours. */}}
+{{- define "baton.roleLabels" -}}
+{{- $values := index .root.Values .role -}}
+{{- toYaml (merge (include "baton.roleSelectorLabels" . | fromYaml) (dict "app.kubernetes.io/component" .role) $values.podLabels .root.Values.commonLabels) -}}
+{{- end -}}
+
+{{/* Annotations of an object: the common ones, under the given. Empty if there are none. */}}
+{{- define "baton.annotations" -}}
+{{- $all := merge (deepCopy (.annotations | default dict)) .root.Values.commonAnnotations -}}
+{{- if $all -}}
+{{- toYaml $all -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "baton.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.clusterSecretName" -}}
+{{- .Values.secrets.clusterSecret.existingSecret | default (printf "%s-cluster-secret" (include "baton.fullname" .)) -}}
+{{- end -}}
+
+{{/* Empty if no key is asked for. */}}
+{{- define "baton.apiKeysSecretName" -}}
+{{- if .Values.secrets.apiKeys.existingSecret -}}
+{{- .Values.secrets.apiKeys.existingSecret -}}
+{{- else if .Values.secrets.apiKeys.create -}}
+{{- printf "%s-api-keys" (include "baton.fullname" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Empty without a token. */}}
+{{- define "baton.hubTokenSecretName" -}}
+{{- if .Values.secrets.hubToken.existingSecret -}}
+{{- .Values.secrets.hubToken.existingSecret -}}
+{{- else if .Values.secrets.hubToken.create -}}
+{{- printf "%s-hub-token" (include "baton.fullname" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.modelCacheClaimName" -}}
+{{- .Values.modelCache.existingClaim | default (printf "%s-model-cache" (include "baton.fullname" .)) -}}
+{{- end -}}
+
+{{/* The service of clients: KubeRay makes it, from the RayService's serveService. */}}
+{{- define "baton.serveServiceName" -}}
+{{- printf "%s-serve-svc" (include "baton.fullname" .) -}}
+{{- end -}}
+
+{{/* Where Serve's HAProxy listens in the pods. */}}
+{{- define "baton.apiPort" -}}8000{{- end -}}
+
+{{/* Where each router and worker serves its metrics. */}}
+{{- define "baton.metricsPort" -}}
+{{- .Values.config.metrics_port -}}
+{{- end -}}
+
+{{/* The roles that have pods, as a YAML list. */}}
+{{- define "baton.roles" -}}
+{{- $roles := list -}}
+{{- range $role := list "router" "prefill" "decode" "mixed" -}}
+{{- if gt (int (index $.Values $role).replicas) 0 -}}
+{{- $roles = append $roles $role -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $roles -}}
+{{- end -}}
