@@ -11,7 +11,7 @@ TRANSPORT ?= nixl
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
 	bench-engine bench-peers bench-roofline bench-observability bench-step bench-tools bench-loadtest \
-	proof dashboards observability clean
+	proof dashboards observability chart clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -82,6 +82,9 @@ observability: dev  ## every query of boards and rules against baton serve under
 
 dashboards: dev  ## write the Grafana boards and docs/dashboards.md from services/dashboards
 	$(BIN)/python -m services.dashboards
+
+chart: dev  ## write the chart's schema of values, its README and its copies of rules and boards
+	$(BIN)/python -m services.chart
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,217 @@
+"""What the values of the chart may be, beyond the type of their defaults.
+
+A rule is for every value whose path ends so: ``rdma.resource`` for that one, ``tolerations`` for
+those of all roles, ``.config`` (with a dot before it) for the one at the top only; the longest that
+fits holds. A rule with a ``type`` says all about its value, and nothing below it is looked at; any
+other adds to what the default says. A description here is for values without a comment of their
+own, which are those that Kubernetes has explained already.
+"""
+
+from typing import Any
+
+from services.chart.config_schema import app_schema, router_schema, worker_schema
+from services.config import Limit
+
+Schema = dict[str, Any]
+
+ROLES = ("router", "prefill", "decode", "mixed")
+NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # of an object, or empty
+LABEL = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"  # a label's value
+QUANTITY = r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|[mKun])?$"
+DURATION = r"^([0-9]+(ms|[smhd]))*$"  # of Prometheus
+
+
+def text(description: str = "", **limits: Any) -> Schema:
+    """A text, with ``pattern``, ``enum`` or another limit."""
+    return _described({"type": "string", **limits}, description)
+
+
+def whole(low: int | None = None, high: int | None = None, null: bool = False) -> Schema:
+    """A whole number from ``low`` to ``high``."""
+    schema: Schema = {"type": ["integer", "null"] if null else "integer"}
+    return schema | _span(Limit(low, high))
+
+
+def closed(_description: str = "", **keys: Schema) -> Schema:
+    """A mapping that has no other keys than these."""
+    schema = {"type": "object", "additionalProperties": False, "properties": keys}
+    return _described(schema, _description)
+
+
+def mapping(of: Schema | None = None, description: str = "") -> Schema:
+    """A mapping whose keys are the user's own."""
+    schema: Schema = {"type": "object"} | ({} if of is None else {"additionalProperties": of})
+    return _described(schema, description)
+
+
+def several(of: Schema, description: str = "") -> Schema:
+    """A list."""
+    return _described({"type": "array", "items": of}, description)
+
+
+def _described(schema: Schema, description: str) -> Schema:
+    return schema | ({"description": description} if description else {})
+
+
+def _span(limit: Limit) -> Schema:
+    span = {"minimum": limit.low, "maximum": limit.high}
+    return {name: value for name, value in span.items() if value is not None}
+
+
+TEXTS = mapping({"type": "string"})
+OBJECTS = several({"type": "object"})
+SIZE: Schema = {"type": ["string", "integer"], "pattern": QUANTITY, "minimum": 0}
+AMOUNTS = mapping({"type": ["string", "number"], "pattern": QUANTITY, "minimum": 0})
+SHARE: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
+ENVIRONMENT = mapping({"type": ["string", "number", "boolean"]})
+SHUT = closed(
+    minAvailable=SHARE, maxUnavailable=SHARE, unhealthyPodEvictionPolicy=text()
+)  # which of the two, and not both, is checked by the template
+
+KUBERNETES: dict[str, Schema] = {
+    "podLabels": mapping({"type": "string", "pattern": LABEL}, "further labels of these pods"),
+    "podAnnotations": mapping({"type": "string"}, "annotations of these pods"),
+    "nodeSelector": mapping({"type": "string"}, "labels of the nodes that these pods may use"),
+    "tolerations": several({"type": "object"}, "taints of nodes that these pods tolerate"),
+    "affinity": mapping(description="affinity of these pods"),
+    "topologySpreadConstraints": several({"type": "object"}, "how these pods are spread"),
+    "priorityClassName": {"pattern": NAME, "description": "priority class of these pods"},
+    "runtimeClassName": {"pattern": NAME, "description": "runtime class of these pods"},
+    "hostNetwork": {"description": "these pods use their node's network"},
+    "env": several({"type": "object", "required": ["name"]}, "further environment variables"),
+    "envFrom": several({"type": "object"}, "sources of further environment variables"),
+    "extraVolumes": several({"type": "object", "required": ["name"]}, "further volumes"),
+    "extraVolumeMounts": several(
+        {"type": "object", "required": ["name", "mountPath"]}, "mounts of these volumes"
+    ),
+    "initContainers": several(
+        {"type": "object", "required": ["name"]}, "containers that run before Ray's"
+    ),
+    "sidecars": several({"type": "object", "required": ["name"]}, "containers beside Ray's"),
+    "startupProbe": mapping(description="instead of the chart's own; {enabled: false}: none"),
+    "livenessProbe": mapping(description="the same"),
+    "readinessProbe": mapping(description="the same"),
+    "resources": closed(
+        "requests and limits of the container",
+        requests=AMOUNTS,
+        limits=AMOUNTS,
+        claims=OBJECTS,
+    ),
+    "labels": mapping({"type": "string", "pattern": LABEL}, "further labels"),
+    "annotations": mapping({"type": "string"}, "further annotations"),
+    "podSecurityContext": mapping(),
+    "securityContext": mapping(),
+}
+
+OURS: dict[str, Schema] = {
+    "global": mapping(description="Helm's own; the chart has no charts below it"),
+    "commonLabels": mapping({"type": "string", "pattern": LABEL}),
+    "commonAnnotations": TEXTS,
+    "nameOverride": {"pattern": NAME},
+    "fullnameOverride": {"pattern": NAME},
+    "image.repository": text("where the image is", minLength=1),
+    "image.tag": text(pattern=r"^[\w.-]*$"),
+    "image.digest": text(pattern=r"^(sha256:[0-9a-f]{64})?$"),
+    "image.pullPolicy": text("when it is pulled", enum=["Always", "IfNotPresent", "Never"]),
+    "image.pullSecrets": several(text(pattern=NAME, minLength=1)),
+    "rayVersion": text(pattern=r"^\d+\.\d+\.\d+$"),
+    ".config": app_schema(),
+    "service.type": text("its type", enum=["ClusterIP", "NodePort", "LoadBalancer"]),
+    "port": whole(1, 65535) | {"description": "its port"},
+    "replicas": whole(0, 512) | {"description": "pods; 0: none of this role"},
+    ".router.replicas": whole(1, 64) | {"description": "pods"},
+    "minReplicas": whole(0, 512, null=True) | {"description": "least pods, with autoscaling"},
+    "maxReplicas": whole(1, 512, null=True) | {"description": "most pods, with autoscaling"},
+    ".router.config": router_schema(),
+    **{f".{role}.config": worker_schema() for role in ROLES[1:]},
+    "gpus": whole(0, 1),
+    "gpuResource": text("the resource that a GPU is", pattern=r"^[\w.-]+/[\w.-]+$"),
+    "shm.size": SIZE | {"description": "of /dev/shm; it counts against the memory limit"},
+    "terminationGracePeriodSeconds": whole(1, 86400, null=True)
+    | {"description": "longest time to leave; null: Kubernetes' 30"},
+    "kvTransfer.transport": text(enum=["auto", "tcp", "nixl"]),
+    "kvTransfer.ucx.env": ENVIRONMENT,
+    "rdma.resource": text(pattern=r"^([\w.-]+/[\w.-]+)?$"),
+    "rdma.count": whole(1, 64),
+    "rdma.capabilities": several(text(pattern="^[A-Z_]+$")),
+    "rdma.annotations": TEXTS,
+    "rdma.ibGidIndex": {"type": ["string", "integer"], "pattern": "^[0-9]*$", "minimum": 0},
+    "rdma.ibAddrType": text(enum=["", "auto", "ib_local", "ib_global", "eth"]),
+    "rdma.env": ENVIRONMENT,
+    "slo.ttftSeconds": {"exclusiveMinimum": 0, "description": "the first token within so long"},
+    "slo.tpotSeconds": {"exclusiveMinimum": 0, "description": "each token after it, on average"},
+    "existingSecret": text("name of a secret that is there already", pattern=NAME),
+    "key": text("where in the secret it is", minLength=1, pattern=r"^[-\w.]+$"),
+    "apiKeys.create": several(text(minLength=1, pattern=r"^\S+$")),
+    "hubToken.create": text("a token for a secret of the chart", pattern=r"^\S*$"),
+    "modelCache.existingClaim": text(pattern=NAME),
+    "modelCache.storageClassName": text("empty: the cluster's default", pattern=NAME),
+    "modelCache.accessModes": several(
+        text(enum=["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]),
+        "of the claim; pods on several nodes need one for many",
+    ),
+    "modelCache.size": SIZE | {"description": "of the claim"},
+    "modelCache.mountPath": text("where pods have it", pattern="^/."),
+    "gcsFaultTolerance.redisAddress": text("host:port, or redis://host:port"),
+    "gcsFaultTolerance.externalStorageNamespace": text(pattern=r"^[\w.-]*$"),
+    "upgradeStrategy.type": text(enum=["NewCluster", "NewClusterWithIncrementalUpgrade"]),
+    "upgradeStrategy.onConfigChange": text(enum=["InPlace", "NewCluster"]),
+    "maxSurgePercent": whole(0, 100) | {"description": "how much larger it may be meanwhile"},
+    "stepSizePercent": whole(0, 100) | {"description": "how much traffic moves at once"},
+    "intervalSeconds": whole(1) | {"description": "time between two moves of traffic"},
+    "gatewayClassName": text("of the Gateway that moves the traffic", pattern=NAME),
+    "clusterDeletionDelaySeconds": whole(0),
+    "serviceUnhealthySeconds": whole(1),
+    "deploymentUnhealthySeconds": whole(1) | {"description": "the same, of Serve's deployments"},
+    "ray.objectStoreMemory": SIZE,
+    "ray.env": ENVIRONMENT,
+    "ray.logEncoding": text(enum=["TEXT", "JSON"]),
+    "idleTimeoutSeconds": whole(1) | {"description": "a pod without replicas goes after so long"},
+    "autoscaling.upscalingMode": text(
+        "how many pods are added at once", enum=["Default", "Aggressive", "Conservative"]
+    ),
+    "serviceAccount.name": text("empty: the release's name, or default", pattern=NAME),
+    "networkPolicy.clients": OBJECTS,
+    "networkPolicy.monitoring": OBJECTS,
+    "networkPolicy.extraEgress": OBJECTS,
+    "dns.to": OBJECTS,
+    **{
+        f"podDisruptionBudget.{role}": SHUT | {"description": "of these pods; empty: none"}
+        for role in ("head", *ROLES)
+    },
+    "ingress.className": text("empty: the cluster's default", pattern=NAME),
+    "ingress.hosts": several(
+        closed(
+            host=text(),
+            paths=several(
+                closed(
+                    path=text(pattern="^/"),
+                    pathType=text(enum=["Exact", "Prefix", "ImplementationSpecific"]),
+                )
+            ),
+        ),
+        "hosts, each with its paths",
+    ),
+    "ingress.tls": several(closed(secretName=text(), hosts=several(text())), "its certificates"),
+    "httpRoute.parentRefs": several({"type": "object", "required": ["name"]}, "its gateways"),
+    "httpRoute.hostnames": several(text(), "hosts that it is for; empty: those of the gateway"),
+    "httpRoute.timeouts": closed(
+        "its timeouts",
+        request=text(pattern="^([0-9]{1,5}(h|m|s|ms)){1,4}$"),
+        backendRequest=text(pattern="^([0-9]{1,5}(h|m|s|ms)){1,4}$"),
+    ),
+    "endpointPicker.name": text("service of the endpoint picker", pattern=NAME),
+    "endpointPicker.failureMode": text(
+        "what becomes of requests without it", enum=["FailOpen", "FailClose"]
+    ),
+    "interval": text("time between two scrapes", pattern=DURATION),
+    "scrapeTimeout": text("empty: Prometheus' own", pattern=DURATION),
+    "relabelings": several({"type": "object"}, "relabelings of targets"),
+    "metricRelabelings": several({"type": "object"}, "relabelings of series"),
+    "tests.timeoutSeconds": whole(1),
+    "extraObjects": several({"type": ["object", "string"]}),
+    "enabled": {"description": "whether there is one"},
+    "create": {"description": "whether the chart makes one"},
+}
+
+RULES = KUBERNETES | OURS

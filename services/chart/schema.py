@@ -1,0 +1,59 @@
+"""The JSON schema (draft-07) of the chart's values, from values.yaml and the rules (pure).
+
+Keys that are not in values.yaml are refused at every level that is the chart's own. What belongs to
+Kubernetes (an affinity, a toleration) is passed on, and checked by Kubernetes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.chart.values import Value, ValuesError
+
+Schema = dict[str, Any]
+
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def rule_for(path: tuple[str, ...], rules: Mapping[str, Schema]) -> str | None:
+    """The key of the longest rule that fits a path."""
+    whole = "." + ".".join(path)
+    fitting = [key for key in rules if whole == key or whole.endswith("." + key.lstrip("."))]
+    fitting = [key for key in fitting if not key.startswith(".") or whole == key]
+    return max(fitting, key=lambda key: (key.startswith("."), key.count(".")), default=None)
+
+
+def schema_of(value: Value, rules: Mapping[str, Schema]) -> Schema:
+    """The schema of one value, all below it included; raises ValuesError where it must be told."""
+    key = rule_for(value.path, rules) if value.path else None
+    rule = dict(rules[key]) if key else {}
+    schema = rule if "type" in rule else _by_default(value, rules) | rule
+    if value.note:
+        schema["description"] = value.note
+    return schema
+
+
+def _by_default(value: Value, rules: Mapping[str, Schema]) -> Schema:
+    if value.children:
+        keys = {child.path[-1]: schema_of(child, rules) for child in value.children}
+        return {"type": "object", "additionalProperties": False, "properties": keys}
+    if type(value.default) in TYPES:
+        return {"type": TYPES[type(value.default)]}
+    raise ValuesError(
+        f"{value.name}: its default, {value.default!r}, does not say what else it can be; give it a"
+        " rule in services/chart/rules.py"
+    )
+
+
+def values_schema(values: Value, rules: Mapping[str, Schema]) -> Schema:
+    """The schema of a values.yaml; raises ValuesError for a rule that is for nothing in it."""
+    paths = [value.path for value in _all(values)]
+    used = {rule_for(path, rules) for path in paths} | {"global"}
+    if unused := rules.keys() - used:
+        raise ValuesError(f"rules for values that there are not: {', '.join(sorted(unused))}")
+    schema = schema_of(values, rules)
+    schema["properties"]["global"] = dict(rules["global"])
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Baton"} | schema
+
+
+def _all(value: Value) -> list[Value]:
+    return [value, *(each for child in value.children for each in _all(child))]
