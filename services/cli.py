@@ -64,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         names = {field.name for field in fields(DrainOptions)}
         given = {name: value for name, value in vars(args).items() if name in names}
         return run_drain(DrainOptions(**given))
+    if args.command == "doctor":
+        from services.doctor.command import DoctorOptions, run_doctor
+
+        return run_doctor(DoctorOptions(need=args.need, json=args.json, config=args.config))
     if args.command == "loadtest":
         return _run_loadtest(args)
     flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
@@ -133,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
             )
         )
     _add_drain(commands)
+    _add_doctor(commands)
     _add_loadtest(commands)
     text = "download, check and convert a model into the cache"
     command = commands.add_parser("fetch", help=text, description=text)
@@ -169,6 +174,21 @@ def _add_drain(commands: Any) -> None:
         dest="deadline_s",
         help="after so many seconds it hands back what still runs (default: 30)",
     )
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "look at this machine or pod, and say what to mend"
+    command = commands.add_parser(
+        "doctor",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. KV blocks are moved over each way that is here."
+        " Exit status: 0 when nothing fails, else 1.",
+    )
+    about = "gpu, rdma or gpu,rdma: what is missing of these is a fault, not a note"
+    command.add_argument("--need", metavar="WHAT", default="", help=about)
+    command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    about = "YAML of the deployment, for its model and ports"
+    command.add_argument("--config", metavar="FILE", default="", help=about)
 
 
 def _add_loadtest(commands: Any) -> None:

@@ -51,7 +51,7 @@ def give_way() -> None:
 
 def this_machine(one_process: bool = False) -> Machine:
     """Cores and memory that this process may use, and whether torch could use a CUDA device."""
-    cuda_bytes = _cuda_bytes() if _torch_has_cuda() else 0
+    cuda_bytes = _cuda_bytes() if torch_has_cuda() else 0
     return Machine(
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),
@@ -122,7 +122,7 @@ def _memory_bytes() -> int:
     return min(sizes)
 
 
-def _torch_has_cuda() -> bool:
+def torch_has_cuda() -> bool:
     """Whether the installed torch was built for CUDA, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -1,0 +1,239 @@
+"""Moves KV blocks between two processes, as a prefill and a decode worker would: does it work?
+
+The same transports, regions and layouts that workers use, so whatever is wrong with devices,
+permissions, limits or shared memory fails here in the same way. UCX ends its process over some
+faults, so the two ends of each try are processes of their own, forked from one that has loaded
+torch. As a module this is that process: ways come as JSON on stdin, outcomes go to stdout.
+
+Knows neither models nor Ray. Both ends are on this host: what is between hosts is not tried.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvtransfer.layout import KVLayout
+
+LAYOUT = KVLayout("trial", 8, 8, 64, "", 16, "float32")  # 512 KiB a block
+NUM_BLOCKS = 32
+GENERATION = 2  # even: sealed
+TRY_S = 15.0  # for both processes and the last byte
+START_S = 60.0  # for the import of torch
+PAUSE_S = 0.0005  # between looks at a read: NIXL can only be polled
+TAIL_BYTES = 600
+
+
+@dataclass(frozen=True)
+class Way:
+    """How blocks could move."""
+
+    name: str  # for people
+    transport: str  # tcp or nixl
+    ucx_tls: str = "auto"
+    net_devices: str = "lo"
+    device: str = "cpu"  # where the pools are: cpu or cuda
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a try; ``error`` is empty when every byte arrived by the way asked for."""
+
+    error: str = ""
+    seconds: float = 0.0  # of the read alone, over a connection that is there
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return NUM_BLOCKS * LAYOUT.span_bytes / self.seconds if self.seconds else 0.0
+
+
+def run_trials(ways: list[Way]) -> list[Outcome]:
+    """Try one way after the other. Never raises: what cannot be tried does not work."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "services.doctor.trial"],
+            input=json.dumps([asdict(way) for way in ways]),
+            capture_output=True,
+            text=True,
+            timeout=START_S + TRY_S * len(ways),
+            cwd=Path(__file__).parents[2],  # so that these packages are found, whoever installed us
+        )
+        return [Outcome(**fields) for fields in json.loads(done.stdout)]
+    except subprocess.TimeoutExpired:
+        error = f"no answer within {START_S + TRY_S * len(ways):.0f} s"
+    except (OSError, ValueError, TypeError) as problem:
+        error = str(problem)
+        if isinstance(problem, ValueError):  # no JSON: it has ended before
+            error = " ".join(done.stderr.split())[-TAIL_BYTES:] or f"exit status {done.returncode}"
+    return [Outcome(f"the trial did not start: {error}")] * len(ways)
+
+
+# --- in the process that has torch --------------------------------------------------------------
+
+
+def main() -> None:
+    """Try what stdin says; stdout is for the answer alone, which is written at the end."""
+    import kvtransfer.region
+    import kvtransfer.transports  # noqa: F401  # before the fork, once
+
+    ways = [Way(**fields) for fields in json.load(sys.stdin)]
+    json.dump([asdict(_try(way)) for way in ways], sys.stdout)
+
+
+def _try(way: Way) -> Outcome:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    result, report = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        ends = [
+            context.Process(target=_quiet, args=(log, _own, way, ours)),
+            context.Process(target=_quiet, args=(log, _read, way, theirs, report)),
+        ]
+        for end in ends:
+            end.start()
+        for pipe in (ours, theirs, report):
+            pipe.close()  # so that the death of an end is the end of its pipes
+        try:
+            if not result.poll(TRY_S):
+                return Outcome(_with_log(f"nothing within {TRY_S:.0f} s", log))
+            outcome: Outcome = result.recv()
+        except EOFError:
+            outcome = Outcome(_how_it_ended(ends))
+        finally:
+            for end in ends:
+                end.kill()
+                end.join()
+        if missing := _left_out(log):
+            return Outcome(f"UCX finds no {missing} here")
+        return Outcome(_with_log(outcome.error, log)) if outcome.error else outcome
+
+
+def _how_it_ended(ends: list[Any]) -> str:
+    for end in ends:
+        end.join(1.0)
+    codes = ", ".join(str(end.exitcode) for end in ends)
+    return f"the processes that tried it ended by themselves, with exit codes {codes}"
+
+
+def _left_out(log: Path) -> str:
+    """Transports and devices that were asked for, and that UCX has gone on without."""
+    said = log.read_text(errors="replace") if log.exists() else ""
+    left_out = re.findall(
+        r"(?:transport|network device)s? ('[^']+'(?:, ?'[^']+')*) (?:is|are) not available", said
+    )
+    return ", ".join(dict.fromkeys(left_out))
+
+
+def _with_log(error: str, log: Path) -> str:
+    """UCX says on stdout what it does not like; the last of it."""
+    said = " ".join(log.read_text(errors="replace").split())[-TAIL_BYTES:] if log.exists() else ""
+    return f"{error}; it said: {said}" if said else error
+
+
+def _quiet(log: Path, run: Any, *args: Any) -> None:
+    """In a forked process: what libraries print goes to ``log``."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    run(*args)
+
+
+def _open(way: Way, name: str) -> tuple[Any, Any, Any]:
+    """A pool and its transport; also its card, which the other side needs."""
+    from kvtransfer.region import Region
+    from kvtransfer.ticket import AgentCard
+    from kvtransfer.transports import open_transport
+
+    epoch = secrets.randbits(63) | 1
+    region = Region(LAYOUT, NUM_BLOCKS, way.device)
+    transport = open_transport(
+        way.transport, name, epoch, net_devices=way.net_devices, ucx_tls=way.ucx_tls
+    )
+    metadata = transport.register(region)
+    fingerprint = LAYOUT.fingerprint()
+    card = AgentCard(name, epoch, fingerprint, NUM_BLOCKS, transport.name, metadata)
+    return region, transport, card
+
+
+def _own(way: Way, pipe: Connection) -> None:
+    """The prefill side: seals blocks, and waits to be killed."""
+    from kvtransfer.errors import TransportError
+
+    try:
+        region, _transport, card = _open(way, "owner")
+    except (TransportError, RuntimeError, OSError) as error:
+        pipe.send(str(error))
+        return
+    blocks = list(range(NUM_BLOCKS))
+    for block in blocks:
+        region.spans[block].fill_(block + 1)  # so that each is told from the others
+    region.seal(card.epoch, [(block, GENERATION) for block in blocks])
+    pipe.send(card)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+def _read(way: Way, pipe: Connection, report: Connection) -> None:
+    """The decode side."""
+    from kvtransfer.errors import TransportError
+
+    try:
+        report.send(_pull(way, pipe))
+    except EOFError:
+        report.send(Outcome("the process that owns the blocks ended by itself"))
+    except (TransportError, RuntimeError, OSError) as error:
+        report.send(Outcome(str(error)))
+
+
+def _pull(way: Way, pipe: Connection) -> Outcome:
+    from kvtransfer.transport import Part
+
+    region, transport, _ = _open(way, "reader")
+    owner = pipe.recv()
+    if isinstance(owner, str):
+        return Outcome(owner)
+    blocks = list(range(NUM_BLOCKS))
+    ids = blocks[::-1]  # not the same place on both sides
+    expected = region.expect(blocks, owner.epoch, [GENERATION] * NUM_BLOCKS, ids)
+    transport.connect(owner)
+    pairs = list(zip(ids, blocks, strict=True))
+    seconds = 0.0
+    for part in (Part.SEALS, Part.KV):  # the first read waits for the connection as well
+        started = time.monotonic()
+        if error := _settle(transport, transport.pull(owner, part, pairs)):
+            return Outcome(f"reading {part.value}: {error}")
+        seconds = time.monotonic() - started
+    middle = LAYOUT.kv_bytes // 2
+    right = region.has(expected) and all(
+        int(region.spans[block][middle]) == remote + 1 for remote, block in pairs
+    )
+    return Outcome("", seconds) if right else Outcome("the bytes that arrived are not those sent")
+
+
+def _settle(transport: Any, handle: int) -> str:
+    """Wait for one read; what went wrong, or nothing."""
+    from kvtransfer.transport import Status
+
+    until = time.monotonic() + TRY_S
+    while time.monotonic() < until:
+        for completion in transport.poll():
+            if completion.handle == handle:
+                return "" if completion.status is Status.DONE else completion.reason
+        time.sleep(PAUSE_S)
+    return f"not done after {TRY_S:.0f} s"
+
+
+if __name__ == "__main__":
+    main()
