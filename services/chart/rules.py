@@ -62,11 +62,12 @@ TEXTS = mapping({"type": "string"})
 OBJECTS = several({"type": "object"})
 SIZE: Schema = {"type": ["string", "integer"], "pattern": QUANTITY, "minimum": 0}
 AMOUNTS = mapping({"type": ["string", "number"], "pattern": QUANTITY, "minimum": 0})
-SHARE: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
 ENVIRONMENT = mapping({"type": ["string", "number", "boolean"]})
-SHUT = closed(
-    minAvailable=SHARE, maxUnavailable=SHARE, unhealthyPodEvictionPolicy=text()
-)  # which of the two, and not both, is checked by the template
+# No maxUnavailable and no share: Kubernetes cannot count what a RayCluster's pods should be.
+BUDGET = closed(
+    minAvailable=whole(0),
+    unhealthyPodEvictionPolicy=text(enum=["AlwaysAllow", "IfHealthyBudget"]),
+)
 
 KUBERNETES: dict[str, Schema] = {
     "podLabels": mapping({"type": "string", "pattern": LABEL}, "further labels of these pods"),
@@ -174,9 +175,13 @@ OURS: dict[str, Schema] = {
     "networkPolicy.clients": OBJECTS,
     "networkPolicy.monitoring": OBJECTS,
     "networkPolicy.extraEgress": OBJECTS,
+    "networkPolicy.operator": OBJECTS,
+    "nodeCIDRs": several(text(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$")),
     "dns.to": OBJECTS,
+    "apiServer.to": OBJECTS,
+    "ports": several(whole(1, 65535)),
     **{
-        f"podDisruptionBudget.{role}": SHUT | {"description": "of these pods; empty: none"}
+        f"podDisruptionBudget.{role}": BUDGET | {"description": "of these pods; empty: none"}
         for role in ("head", *ROLES)
     },
     "ingress.className": text("empty: the cluster's default", pattern=NAME),
@@ -208,6 +213,7 @@ OURS: dict[str, Schema] = {
     "scrapeTimeout": text("empty: Prometheus' own", pattern=DURATION),
     "relabelings": several({"type": "object"}, "relabelings of targets"),
     "metricRelabelings": several({"type": "object"}, "relabelings of series"),
+    "apiKey.name": text(pattern=NAME),
     "tests.timeoutSeconds": whole(1),
     "extraObjects": several({"type": ["object", "string"]}),
     "enabled": {"description": "whether there is one"},

@@ -43,3 +43,12 @@ matchLabels:
 matchExpressions:
   - {key: baton/role, operator: In, values: [router, prefill, decode, mixed]}
 {{- end -}}
+
+{{/* Of the pod of `helm test`; it has no role, so nothing that selects pods of Ray selects it. */}}
+{{- define "baton.testLabels" -}}
+{{ include "baton.selectorLabels" . }}
+app.kubernetes.io/component: test
+{{- end -}}
+
+{{/* Where the head takes Serve's configuration, from KubeRay. */}}
+{{- define "baton.dashboardPort" -}}8265{{- end -}}
