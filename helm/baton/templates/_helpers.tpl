@@ -111,9 +111,13 @@ baton/role: {{ .role }}
 {{- .Values.modelCache.existingClaim | default (printf "%s-model-cache" (include "baton.fullname" .)) -}}
 {{- end -}}
 
-{{/* The service of clients: KubeRay makes it, from the RayService's serveService. */}}
-{{- define "baton.serveServiceName" -}}
-{{- printf "%s-serve-svc" (include "baton.fullname" .) -}}
+{{/*
+The service of clients is the chart's own, of the routers' pods that are ready. KubeRay's, whose name
+ends in -serve-svc, has every pod with a replica in it, and those of workers go without regard to
+clients whose connections pass through them.
+*/}}
+{{- define "baton.serviceName" -}}
+{{- include "baton.fullname" . -}}
 {{- end -}}
 
 {{/* Where Serve's HAProxy listens in the pods. */}}
