@@ -45,6 +45,7 @@ from router.responses import (
     on_exception,
     on_http_exception,
     on_request_error,
+    query_seconds,
 )
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
@@ -334,9 +335,14 @@ class Front:
         """GET /health: this process lives."""
         return {"status": "ok"}
 
-    async def ready(self) -> Response:
-        """GET /ready: a pair of workers has passed a real generation, and takes requests."""
-        ready = self.dispatcher.ready
+    async def ready(self, http: Request) -> Response:
+        """GET /ready: a pair of workers has passed a real generation, and takes requests.
+
+        ``?settled=SECONDS``: and all workers are there, or it has been so for so long.
+        """
+        settled = query_seconds(http, "settled")
+        dispatcher = self.dispatcher
+        ready = dispatcher.ready if settled is None else dispatcher.settled(settled)
         headers = {} if ready else {"retry-after": "1"}
         return JSONResponse({"ready": ready}, 200 if ready else 503, headers)
 

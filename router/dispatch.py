@@ -40,7 +40,7 @@ from router.job import AttemptFailed, Chunk, Enough, GenRequest, Job
 from router.ledger import Routing
 from router.marks import Marks
 from router.pending import DEADLINE, STOPPING, Queue
-from router.policy import Key, Pair, View, other_decode, usable_pairs
+from router.policy import Key, Pair, View, members, other_decode, usable_pairs
 from router.proof import Prover
 from router.worker import Worker
 from router.workers import WorkerTable
@@ -76,6 +76,8 @@ class Dispatcher:
         self._closing = False
         self._some_pair = asyncio.Event()  # set while a pair is usable ...
         self._no_pair_since = -math.inf  # ... and when there was none any more, in loop time
+        self._ready_since = math.inf  # when there was one again
+        self._wanted = settings.replicas
         self._turn = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -102,6 +104,19 @@ class Dispatcher:
     def ready(self) -> bool:
         """At least one pair that has passed a real generation takes requests."""
         return bool(usable_pairs(self._view()))
+
+    def settled(self, patience_s: float) -> bool:
+        """Ready, and complete: all workers that were asked for are in such pairs.
+
+        After ``patience_s`` of being ready some may be missing. For who decides when a new
+        deployment takes its share beside an old one: with one pair of many it could not carry it.
+        """
+        view = self._view()
+        pairs = usable_pairs(view)
+        there = Counter(view.workers[key].role for key in members(pairs))
+        complete = all(there[role] >= number for role, number in self._wanted)
+        waited_s = asyncio.get_running_loop().time() - self._ready_since
+        return bool(pairs) and (complete or waited_s >= patience_s)
 
     @property
     def num_jobs(self) -> int:
@@ -318,6 +333,8 @@ class Dispatcher:
                 job.forgive(self._is_usable)
         self.prover.refresh()
         if self.ready:
+            if not self._some_pair.is_set():
+                self._ready_since = asyncio.get_running_loop().time()
             self._some_pair.set()
         elif self._some_pair.is_set():
             self._some_pair.clear()

@@ -9,6 +9,7 @@ computes the short ones first, and keeps half of its steps for the long ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 Key = tuple[str, int]
@@ -84,6 +85,11 @@ def usable_pairs(view: View) -> list[Pair]:
         if _usable(pair.decode, view) and (pair.prefill is None or _usable(pair.prefill, view))
     ]
     return [pair for pair in pairs if not is_local(pair, view)] or pairs
+
+
+def members(pairs: Iterable[Pair]) -> set[Key]:
+    """The workers of these pairs."""
+    return {key for pair in pairs for key in (pair.prefill, pair.decode) if key is not None}
 
 
 def is_local(pair: Pair, view: View) -> bool:

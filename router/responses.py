@@ -1,6 +1,8 @@
-"""Answers as HTTP responses, and errors as the OpenAI API writes them (Starlette)."""
+"""Answers as HTTP responses, errors as the OpenAI API writes them, query strings (Starlette)."""
 
 from __future__ import annotations
+
+import math
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -8,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import openai_api
-from router.errors import RequestError, as_request_error
+from router.errors import BadRequest, RequestError, as_request_error
 from router.observe import note_failure
 
 
@@ -27,6 +29,18 @@ class AsgiResponse(Response):
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
     """An error as the whole response."""
     return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+def query_seconds(http: Request, name: str) -> float | None:
+    """A time in the query string, None if it is not there; raises BadRequest if it is none."""
+    text = http.query_params.get(name)
+    try:
+        seconds = None if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise BadRequest(f"{name}: {text!r:.100} is not a number of seconds", param=name)
+    return seconds
 
 
 # --- handlers of exceptions: who is asked for what becomes of a request that nobody has answered --

@@ -21,7 +21,10 @@ def request(max_tokens: int | None = 5, **sampling: object) -> GenRequest:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *workers: FakeWorker, ready: bool = True, **config: object
+    *workers: FakeWorker,
+    ready: bool = True,
+    replicas: tuple[tuple[str, int], ...] = (),
+    **config: object,
 ) -> AsyncIterator[Dispatcher]:
     for worker in workers:
         await worker.start()
@@ -29,7 +32,8 @@ async def serving(
     async def discover() -> list[wire.WorkerCard]:
         return [worker.card for worker in workers if worker.registered]
 
-    settings = RouterSettings(RouterConfig(**config), "", MODEL, "R", SECRET)  # type: ignore[arg-type]
+    router_config = RouterConfig(**config)  # type: ignore[arg-type]
+    settings = RouterSettings(router_config, "", MODEL, "R", SECRET, replicas)
     dispatcher = Dispatcher(settings, discover)
     await dispatcher.start()
     try:
