@@ -45,18 +45,19 @@ class Value:
 
 def read_values(text: str) -> Value:
     """The root of a values.yaml."""
-    node = yaml.compose(text, yaml.SafeLoader)
+    node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     if not isinstance(node, yaml.MappingNode):
         raise ValuesError("values.yaml is not a mapping")
-    return Value((), yaml.safe_load(text), "", tuple(_children(node, (), text.splitlines())))
+    return Value((), values, "", tuple(_children(node, values, (), text.splitlines())))
 
 
-def _children(node: yaml.MappingNode, path: tuple[str, ...], lines: list[str]) -> Iterator[Value]:
-    for key, value in node.value:
-        here = (*path, str(key.value))
-        inner = tuple(_children(value, here, lines)) if isinstance(value, yaml.MappingNode) else ()
-        default = yaml.safe_load(yaml.serialize(value))
-        yield Value(here, default, _note(key, value, lines), inner)
+def _children(
+    node: yaml.MappingNode, values: dict[str, Any], path: tuple[str, ...], lines: list[str]
+) -> Iterator[Value]:
+    for (key, value), (name, default) in zip(node.value, values.items(), strict=True):
+        here, nested = (*path, name), isinstance(value, yaml.MappingNode)
+        children = tuple(_children(value, default, here, lines)) if nested else ()
+        yield Value(here, default, _note(key, value, lines), children)
 
 
 def _note(key: yaml.Node, value: yaml.Node, lines: list[str]) -> str:

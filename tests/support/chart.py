@@ -102,6 +102,12 @@ def render(
     return Rendered(files, tuple(objects))
 
 
+def chart_values() -> Object:
+    """values.yaml."""
+    values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+    return values
+
+
 def value_set(name: str) -> Object:
     """One of ``helm/baton/ci``."""
     values: Object = yaml.safe_load((CHART / "ci" / f"{name}.yaml").read_text())

@@ -1,0 +1,140 @@
+"""Wrong values are refused before anything is installed, by a message that says where and why."""
+
+from collections import Counter, defaultdict
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.chart import chart_values, refusal, render
+
+Values = dict[str, Any]
+
+UNKNOWN = "additional properties '{}' not allowed"
+
+WRONG: list[tuple[Values, str, str]] = [
+    # every key at the top: the wrong kind, or a key that it does not have
+    ({"nameOverride": "Not A Name"}, "/nameOverride", "does not match pattern"),
+    ({"fullnameOverride": 7}, "/fullnameOverride", "got number, want string"),
+    ({"commonLabels": {"team": "a b"}}, "/commonLabels/team", "does not match pattern"),
+    ({"commonAnnotations": {"a": 1}}, "/commonAnnotations/a", "got number, want string"),
+    ({"image": {"repo": "x"}}, "/image", UNKNOWN.format("repo")),
+    ({"image": {"pullPolicy": "always"}}, "/image/pullPolicy", "must be one of 'Always'"),
+    ({"image": {"digest": "latest"}}, "/image/digest", "does not match pattern"),
+    ({"rayVersion": 2.6}, "/rayVersion", "got number, want string"),
+    ({"config": {"modell": "x"}}, "/config", UNKNOWN.format("modell")),
+    ({"config": {"port": 8001}}, "/config", UNKNOWN.format("port")),
+    ({"config": {"metrics_port": 0}}, "/config/metrics_port", "got 0, want 1,024"),
+    ({"config": {"metrics_compat": "sglang"}}, "/config/metrics_compat", "must be one of"),
+    ({"config": {"tracing_ratio": 2}}, "/config/tracing_ratio", "got 2, want 1"),
+    ({"config": {"tracing_endpoint": "otel:4318"}}, "/config/tracing_endpoint", "pattern"),
+    ({"service": {"type": "ExternalName"}}, "/service/type", "must be one of 'ClusterIP'"),
+    ({"service": {"port": 0}}, "/service/port", "got 0, want 1"),
+    ({"service": {"port": "http"}}, "/service/port", "got string, want integer"),
+    ({"kvTransfer": {"transport": "rdma"}}, "/kvTransfer/transport", "'auto', 'tcp', 'nixl'"),
+    ({"kvTransfer": {"ucx": {"tls": "rc"}}}, "/kvTransfer/ucx", UNKNOWN.format("tls")),
+    ({"rdma": {"enabled": "yes"}}, "/rdma/enabled", "got string, want boolean"),
+    ({"rdma": {"resource": "ib"}}, "/rdma/resource", "does not match pattern"),
+    ({"rdma": {"count": 0}}, "/rdma/count", "got 0, want 1"),
+    ({"rdma": {"capabilities": "IPC_LOCK"}}, "/rdma/capabilities", "got string, want array"),
+    ({"slo": {"ttft": 1}}, "/slo", UNKNOWN.format("ttft")),
+    ({"slo": {"tpotSeconds": 0}}, "/slo/tpotSeconds", "exclusiveMinimum: got 0, want 0"),
+    ({"secrets": {"apiKeys": {"create": "k"}}}, "/secrets/apiKeys/create", "want array"),
+    ({"secrets": {"hubToken": {"token": "x"}}}, "/secrets/hubToken", UNKNOWN.format("token")),
+    ({"secrets": {"clusterSecret": {"existingSecret": "A"}}}, "existingSecret", "pattern"),
+    ({"modelCache": {"size": "50 GB"}}, "/modelCache/size", "does not match pattern"),
+    ({"modelCache": {"mountPath": "cache"}}, "/modelCache/mountPath", "does not match"),
+    ({"modelCache": {"accessModes": ["RWX"]}}, "/modelCache/accessModes/0", "must be one of"),
+    ({"ray": {"version": "2"}}, "/ray", UNKNOWN.format("version")),
+    ({"ray": {"upgradeStrategy": {"type": "Rolling"}}}, "/ray/upgradeStrategy/type", "one of"),
+    ({"ray": {"gcsFaultTolerance": {"redis": "x"}}}, "gcsFaultTolerance", UNKNOWN.format("redis")),
+    ({"autoscaling": {"upscalingMode": "Fast"}}, "/autoscaling/upscalingMode", "one of"),
+    ({"autoscaling": {"minReplicas": 1}}, "/autoscaling", UNKNOWN.format("minReplicas")),
+    ({"serviceAccount": {"automount": True}}, "/serviceAccount", UNKNOWN.format("automount")),
+    ({"rbac": True}, "/rbac", "got boolean, want object"),
+    ({"podSecurityContext": []}, "/podSecurityContext", "got array, want object"),
+    ({"securityContext": "none"}, "/securityContext", "got string, want object"),
+    ({"networkPolicy": {"clients": {"a": 1}}}, "/networkPolicy/clients", "want array"),
+    ({"podDisruptionBudget": {"router": {"min": 1}}}, "/router", UNKNOWN.format("min")),
+    ({"podDisruptionBudget": {"head": {"minAvailable": "half"}}}, "minAvailable", "want integer"),
+    ({"ingress": {"host": "x"}}, "/ingress", UNKNOWN.format("host")),
+    ({"ingress": {"hosts": ["example.com"]}}, "/ingress/hosts/0", "got string, want object"),
+    ({"httpRoute": {"parentRefs": [{}]}}, "/httpRoute/parentRefs/0", "missing property 'name'"),
+    ({"httpRoute": {"timeouts": {"request": 30}}}, "/httpRoute/timeouts/request", "want string"),
+    ({"inferencePool": {"endpointPicker": {"port": 0}}}, "/endpointPicker/port", "got 0, want 1"),
+    ({"monitoring": {"enabled": True}}, "/monitoring", UNKNOWN.format("enabled")),
+    ({"monitoring": {"podMonitor": {"interval": "5"}}}, "/podMonitor/interval", "pattern"),
+    ({"tests": {"enabled": 1}}, "/tests/enabled", "got number, want boolean"),
+    ({"extraObjects": {"a": 1}}, "/extraObjects", "got object, want array"),
+    ({"global": []}, "/global", "got array, want object"),
+    ({"replicaCount": 3}, "at ''", UNKNOWN.format("replicaCount")),
+    # every role's block
+    ({"router": {"replicas": 0}}, "/router/replicas", "got 0, want 1"),
+    ({"router": {"gpus": 1}}, "/router", UNKNOWN.format("gpus")),
+    ({"router": {"config": {"policy": "random"}}}, "/router/config/policy", "'least-loaded'"),
+    ({"router": {"config": {"max_queue": 0}}}, "/router/config/max_queue", "got 0, want 0"),
+    ({"router": {"config": {"api_keys": ["k"]}}}, "/router/config", UNKNOWN.format("api_keys")),
+    ({"router": {"config": {"kv_blocks": 9}}}, "/router/config", UNKNOWN.format("kv_blocks")),
+    ({"prefill": {"replica": 2}}, "/prefill", UNKNOWN.format("replica")),
+    ({"prefill": {"replicas": -1}}, "/prefill/replicas", "got -1, want 0"),
+    ({"prefill": {"replicas": 1.5}}, "/prefill/replicas", "got number, want integer"),
+    ({"prefill": {"gpus": 8}}, "/prefill/gpus", "got 8, want 1"),
+    ({"prefill": {"gpuResource": "gpu"}}, "/prefill/gpuResource", "does not match pattern"),
+    ({"prefill": {"config": {"dtype": "fp8"}}}, "/prefill/config/dtype", "'float32'"),
+    ({"prefill": {"config": {"replicas": 2}}}, "/prefill/config", UNKNOWN.format("replicas")),
+    ({"prefill": {"resources": {"limit": {}}}}, "/prefill/resources", UNKNOWN.format("limit")),
+    ({"prefill": {"env": [{"value": "x"}]}}, "/prefill/env/0", "missing property 'name'"),
+    ({"decode": {"shm": {"size": "2GB"}}}, "/decode/shm/size", "does not match pattern"),
+    ({"decode": {"config": {"drain_s": "1m"}}}, "/decode/config/drain_s", "want number"),
+    ({"decode": {"tolerations": {"key": "x"}}}, "/decode/tolerations", "want array"),
+    ({"decode": {"nodeSelector": {"gpu": True}}}, "/decode/nodeSelector/gpu", "want string"),
+    ({"mixed": {"config": {"block_size": 2048}}}, "/mixed/config/block_size", "want 1,024"),
+    ({"mixed": {"terminationGracePeriodSeconds": "30s"}}, "/mixed/termination", "want null or"),
+    ({"mixed": {"readinessProbe": False}}, "/mixed/readinessProbe", "want object"),
+    ({"head": {"replicas": 2}}, "/head", UNKNOWN.format("replicas")),
+    ({"head": {"config": {}}}, "/head", UNKNOWN.format("config")),
+    ({"head": {"resources": {"limits": {"memory": "4G B"}}}}, "/limits/memory", "pattern"),
+]
+
+
+@cache
+def refusals() -> list[str]:
+    """The lines of all messages; values of different keys are tried at once."""
+    turns: dict[int, Values] = defaultdict(dict)  # at each, one wrong value for each key
+    seen: Counter[str] = Counter()
+    for values, _, _ in WRONG:
+        (key,) = values
+        turns[seen[key]] |= values
+        seen[key] += 1
+    return [line for values in turns.values() for line in refusal(values).splitlines()]
+
+
+@pytest.mark.parametrize(("values", "where", "why"), WRONG, ids=lambda each: str(each)[:60])
+def test_b124_a_wrong_value_is_refused(values: Values, where: str, why: str) -> None:
+    lines = [line for line in refusals() if where in line]
+    assert lines, f"nothing is said of {values}"
+    assert any(why in line for line in lines), lines
+
+
+def test_there_is_one_for_each_top_level_key_and_each_role() -> None:
+    wrong = {key for values, _, _ in WRONG for key in values}
+    assert wrong >= chart_values().keys()
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    message = refusal({"prefill": {"replicas": "two"}, "slo": {"ttft": 1}})
+    assert "/prefill/replicas" in message
+    assert "/slo" in message
+
+
+def test_what_the_messages_ask_for_is_taken() -> None:
+    render(
+        {
+            "image": {"digest": "sha256:" + "0" * 64},
+            "rdma": {"ibGidIndex": 3},
+            "prefill": {"config": {"drain_s": 60, "dtype": "bfloat16"}, "replicas": 0},
+            "mixed": {"replicas": 1, "terminationGracePeriodSeconds": 90},
+            "decode": {"replicas": 0, "resources": {"limits": {"memory": 4294967296}}},
+            "global": {"anything": 1},
+        }
+    )
