@@ -8,7 +8,6 @@ torch. As a module this is that process: ways come as JSON on stdin, outcomes go
 Knows neither models nor Ray. Both ends are on this host: what is between hosts is not tried.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ TRY_S = 15.0  # for both processes and the last byte
 START_S = 60.0  # for the import of torch
 PAUSE_S = 0.0005  # between looks at a read: NIXL can only be polled
 TAIL_BYTES = 600
+# UCX: "transports 'rc','dc' are not available, please use ...", "network device 'lo' is not ..."
+LEFT_OUT = r"(?:transport|network device)s? ((?:'[^']+',? ?)+) ?(?:is|are) not available"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Outcome:
     """What became of a try; ``error`` is empty when every byte arrived by the way asked for."""
 
     error: str = ""
+    left_out: str = ""  # what was asked of UCX and it has gone on without
     seconds: float = 0.0  # of the read alone, over a connection that is there
 
     @property
@@ -97,49 +99,50 @@ def _try(way: Way) -> Outcome:
     result, report = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
+        log.touch()
         ends = [
             context.Process(target=_quiet, args=(log, _own, way, ours)),
             context.Process(target=_quiet, args=(log, _read, way, theirs, report)),
         ]
         for end in ends:
             end.start()
-        for pipe in (ours, theirs, report):
-            pipe.close()  # so that the death of an end is the end of its pipes
         try:
-            if not result.poll(TRY_S):
-                return Outcome(_with_log(f"nothing within {TRY_S:.0f} s", log))
-            outcome: Outcome = result.recv()
-        except EOFError:
-            outcome = Outcome(_how_it_ended(ends))
+            outcome = _outcome(result, ends)
         finally:
             for end in ends:
                 end.kill()
                 end.join()
-        if missing := _left_out(log):
-            return Outcome(f"UCX finds no {missing} here")
-        return Outcome(_with_log(outcome.error, log)) if outcome.error else outcome
+            for pipe in (ours, theirs, result, report):
+                pipe.close()
+        said = log.read_text(errors="replace")
+        error = _with_log(outcome.error, said) if outcome.error else ""
+        return Outcome(error, left_out(said), outcome.seconds)
 
 
-def _how_it_ended(ends: list[Any]) -> str:
-    for end in ends:
-        end.join(1.0)
-    codes = ", ".join(str(end.exitcode) for end in ends)
-    return f"the processes that tried it ended by themselves, with exit codes {codes}"
+def _outcome(result: Connection, ends: list[Any]) -> Outcome:
+    """What the reader reports, unless one of both ends has ended before."""
+    wait([result, *(end.sentinel for end in ends)], TRY_S)
+    if result.poll():
+        outcome: Outcome = result.recv()
+        return outcome
+    for name, end in zip(("owner", "reader"), ends, strict=True):
+        end.join(0)
+        if end.exitcode is not None:
+            return Outcome(f"the {name} of the blocks ended by itself, with code {end.exitcode}")
+    return Outcome(f"nothing within {TRY_S:.0f} s")
 
 
-def _left_out(log: Path) -> str:
-    """Transports and devices that were asked for, and that UCX has gone on without."""
-    said = log.read_text(errors="replace") if log.exists() else ""
-    left_out = re.findall(
-        r"(?:transport|network device)s? ('[^']+'(?:, ?'[^']+')*) (?:is|are) not available", said
-    )
-    return ", ".join(dict.fromkeys(left_out))
+def left_out(said: str) -> str:
+    """Transports and devices that were asked for, and that UCX has gone on without (pure)."""
+    lists = re.findall(LEFT_OUT, said)
+    names = [name for text in lists for name in re.findall("'([^']+)'", text)]
+    return ", ".join(dict.fromkeys(names))
 
 
-def _with_log(error: str, log: Path) -> str:
+def _with_log(error: str, said: str) -> str:
     """UCX says on stdout what it does not like; the last of it."""
-    said = " ".join(log.read_text(errors="replace").split())[-TAIL_BYTES:] if log.exists() else ""
-    return f"{error}; it said: {said}" if said else error
+    words = " ".join(said.split())[-TAIL_BYTES:]
+    return f"{error}; it said: {words}" if words else error
 
 
 def _quiet(log: Path, run: Any, *args: Any) -> None:
@@ -173,16 +176,14 @@ def _own(way: Way, pipe: Connection) -> None:
 
     try:
         region, _transport, card = _open(way, "owner")
+        blocks = list(range(NUM_BLOCKS))
+        for block in blocks:
+            region.spans[block].fill_(block + 1)  # so that each is told from the others
+        region.seal(card.epoch, [(block, GENERATION) for block in blocks])
+        pipe.send(card)
     except (TransportError, RuntimeError, OSError) as error:
         pipe.send(str(error))
-        return
-    blocks = list(range(NUM_BLOCKS))
-    for block in blocks:
-        region.spans[block].fill_(block + 1)  # so that each is told from the others
-    region.seal(card.epoch, [(block, GENERATION) for block in blocks])
-    pipe.send(card)
-    with contextlib.suppress(EOFError):
-        pipe.recv()
+    pipe.recv()
 
 
 def _read(way: Way, pipe: Connection, report: Connection) -> None:
@@ -191,8 +192,6 @@ def _read(way: Way, pipe: Connection, report: Connection) -> None:
 
     try:
         report.send(_pull(way, pipe))
-    except EOFError:
-        report.send(Outcome("the process that owns the blocks ended by itself"))
     except (TransportError, RuntimeError, OSError) as error:
         report.send(Outcome(str(error)))
 
@@ -219,7 +218,9 @@ def _pull(way: Way, pipe: Connection) -> Outcome:
     right = region.has(expected) and all(
         int(region.spans[block][middle]) == remote + 1 for remote, block in pairs
     )
-    return Outcome("", seconds) if right else Outcome("the bytes that arrived are not those sent")
+    return (
+        Outcome(seconds=seconds) if right else Outcome("the bytes that arrived are not those sent")
+    )
 
 
 def _settle(transport: Any, handle: int) -> str:

@@ -1,0 +1,256 @@
+"""``baton doctor`` on this machine, and in a mount namespace with little of what it looks for."""
+
+import http.server
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import AppConfig
+from services.doctor import software
+from services.doctor.findings import Level
+from services.doctor.trial import Outcome, Way
+
+ROOT = Path(__file__).parents[2]
+DOCTOR = [sys.executable, "-m", "services.cli", "doctor", "--json"]
+POOR = """
+mount -t tmpfs -o size=64k tmpfs /dev/shm
+exec prlimit --memlock=65536:65536 setpriv --bounding-set=-ipc_lock --inh-caps=-ipc_lock "$@"
+"""
+NO_ADAPTER = not Path("/sys/class/infiniband").exists()
+NO_GPU = shutil.which("nvidia-smi") is None
+NAMESPACES = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "prlimit", "setpriv")))
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("UCX_")}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[dict[str, Any]]:
+    """Exit status and findings by check, of both; at the same time, since each takes seconds."""
+    processes = {"here": start(*DOCTOR)}
+    if NAMESPACES:
+        poor = ["unshare", "-m", "sh", "-ec", POOR, "sh", *DOCTOR, "--need", "rdma"]
+        processes["poor"] = start(*poor)
+    found = {}
+    try:
+        for name, process in processes.items():
+            out, err = process.communicate(timeout=120)
+            assert out, err
+            checks = {finding["check"]: finding for finding in json.loads(out)["findings"]}
+            found[name] = (process.returncode, checks)
+        yield found
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+
+
+def test_this_machine(reports: dict[str, Any]) -> None:
+    _, checks = reports["here"]
+    for name in ("tcp", "ucx tcp", "ucx shm"):  # blocks were moved, and were the right ones
+        assert checks[name]["level"] == "ok", checks[name]
+        assert "every byte arrived" in checks[name]["found"]
+    size = os.statvfs("/dev/shm")
+    assert (
+        f"has {size.f_blocks * size.f_frsize / 2**30:.1f} GiB" in checks["shared memory"]["found"]
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert checks["open files"]["found"].startswith(f"{soft:,} ")
+    assert checks["ray"]["level"] == "ok", checks["ray"]
+    assert checks["model cache"]["level"] != "fail", checks["model cache"]
+
+
+@pytest.mark.skipif(not NO_ADAPTER, reason="this machine has an RDMA adapter")
+def test_no_rdma_here_is_no_fault(reports: dict[str, Any]) -> None:
+    _, checks = reports["here"]
+    assert checks["rdma"]["level"] == "note"
+    assert not [name for name in checks if name.startswith("ucx rc")]
+
+
+@pytest.mark.skipif(not NO_GPU, reason="this machine has NVIDIA's tools")
+def test_no_gpu_here_is_no_fault(reports: dict[str, Any]) -> None:
+    _, checks = reports["here"]
+    assert checks["gpu"]["level"] == "note"
+    assert "ucx cuda" not in checks
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="a mount namespace takes root and util-linux")
+def test_a_tiny_tmpfs_and_little_locked_memory(reports: dict[str, Any]) -> None:
+    status, checks = reports["poor"]
+    shm, locked = checks["shared memory"], checks["locked memory"]
+    assert (shm["level"], "has 64 KiB" in shm["found"]) == ("warn", True)
+    assert "mount a tmpfs" in shm["mend"]
+    assert (locked["level"], "64 KiB may be locked" in locked["found"]) == ("fail", True)
+    assert "IPC_LOCK" in locked["mend"]
+    assert status == 1
+    for name in ("tcp", "ucx tcp"):  # neither needs either
+        assert checks[name]["level"] == "ok", checks[name]
+    if NO_ADAPTER:
+        assert (checks["rdma"]["level"], checks["rdma"]["mend"] != "") == ("fail", True)
+
+
+# --- the trial itself ---
+
+BROKEN = """
+import os
+from kvtransfer.region import Region
+from services.doctor import trial
+
+seal = Region.seal
+
+def damage(region, *args):
+    region.kv.zero_()
+    seal(region, *args)
+
+ends = {
+    "damaged": lambda way, pipe: (setattr(Region, "seal", damage), right(way, pipe)),
+    "smaller": lambda way, pipe: (setattr(trial, "NUM_BLOCKS", 16), right(way, pipe)),
+    "unwritten": lambda way, pipe: (setattr(trial, "GENERATION", 4), right(way, pipe)),
+    "dies": lambda way, pipe: os._exit(3),
+    "silent": lambda way, pipe: pipe.recv(),
+    "right": lambda way, pipe: right(way, pipe),
+}
+right, once = trial._own, trial._try
+
+def patient(way):
+    trial.TRY_S = 1.0 if way.name == "silent" else 30.0
+    return once(way)
+
+trial._try, trial._own = patient, lambda way, pipe: ends[way.name](way, pipe)
+trial.main()
+"""
+
+
+def test_a_trial_notices_what_is_wrong() -> None:
+    names = ["unwritten", "damaged", "smaller", "dies", "silent", "right"]
+    ways = json.dumps([{"name": name, "transport": "tcp"} for name in names])
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        input=ways,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout, done.stderr
+    outcomes = {n: Outcome(**o) for n, o in zip(names, json.loads(done.stdout), strict=True)}
+    assert outcomes["unwritten"].error == "the bytes that arrived are not those sent"
+    assert outcomes["damaged"].error == "the bytes that arrived are not those sent"
+    assert outcomes["smaller"].error.endswith("is outside of the pools of 16 and 32 blocks")
+    assert outcomes["dies"].error == "the owner of the blocks ended by itself, with code 3"
+    assert outcomes["silent"].error == "nothing within 1 s"
+    assert outcomes["right"].error == ""
+    assert outcomes["right"].seconds > 0
+
+
+def test_a_trial_that_cannot_start_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.doctor import trial
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (outcome,) = trial.run_trials([Way("tcp", "tcp")])
+    assert outcome.error == "the trial did not start: exit status 1"
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    (outcome,) = trial.run_trials([Way("tcp", "tcp")])
+    assert "No such file or directory" in outcome.error
+
+
+# --- ports, the cache, Ray ---
+
+
+class Version(http.server.BaseHTTPRequestHandler):
+    """What a router says at /version."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/version" else 404)
+        self.end_headers()
+        self.wfile.write(b'{"version":"1.2.3"}')
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        taken = stranger.getsockname()[1]
+        finding = software.check_ports(AppConfig(metrics_port=taken, port=free_port()))
+        assert (finding.level, str(taken) in finding.found) == (Level.FAIL, True)
+        assert "--metrics-port" in finding.mend
+    assert software.check_ports(AppConfig(port=free_port())).level is Level.OK
+
+
+def test_a_router_of_ours_may_have_the_port() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Version) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        finding = software.check_ports(AppConfig(port=server.server_port))
+        server.shutdown()
+        thread.join()
+    assert (finding.level, "a router answers: baton 1.2.3" in finding.found) == (Level.OK, True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    finding = software.check_model_cache(AppConfig(model=str(tmp_path)))
+    assert f"{tmp_path} is there; kernels not compiled yet" in finding.found
+    assert "would be fetched" in software.check_model_cache(AppConfig()).found
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    finding = software.check_model_cache(AppConfig())
+    assert (finding.level, "XDG_CACHE_HOME" in finding.mend) == (Level.FAIL, True)
+
+
+def test_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.check_ray().level is Level.OK
+    monkeypatch.setattr(software, "haproxy_error", lambda: "no such binary")
+    assert "HAProxy does not start: no such binary" in software.check_ray().found
+    monkeypatch.setattr(software, "wanted_ray", lambda: "1.0.0")
+    finding = software.check_ray()
+    assert (finding.level, "is made for 1.0.0" in finding.found) == (Level.FAIL, True)
+
+
+def test_a_ray_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert software.check_cluster(tmp_path).level is Level.NOTE
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> None:
+        asked.append(command)
+        if len(asked) == 1:
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (tmp_path / "tmp/ray").mkdir(parents=True)
+    (tmp_path / software.CURRENT_CLUSTER).write_text("10.0.0.9:6379\n")
+    finding = software.check_cluster(tmp_path)
+    assert (finding.level, "10.0.0.9:6379 does not answer" in finding.found) == (Level.FAIL, True)
+    finding = software.check_cluster(tmp_path)
+    assert finding.level is Level.WARN
+    assert "RAY_SERVE_ENABLE_HA_PROXY=1" in finding.mend
+    for name, value in software.SERVE_SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    assert software.check_cluster(tmp_path).level is Level.OK
+    assert asked[-1][-3:] == ["health-check", "--address", "10.0.0.9:6379"]
