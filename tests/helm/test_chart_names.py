@@ -1,0 +1,88 @@
+"""Names and labels: valid however long a release's name is, and of no two releases the same."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.chart import Rendered, render
+from tests.support.chart_references import nodes, pods_with_labels, selectors
+from tests.support.chart_variants import LONG, VARIANTS
+from tests.support.network import selects
+
+LONGEST_RAY_SERVICE = 47  # KubeRay makes longer names of it
+LABEL_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+LABEL_VALUE = rf"({LABEL_NAME})?"
+DNS_LABEL = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+DNS_NAME = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+
+NAMES = ("b", "baton", LONG, "1-starts-with-a-digit", "a.name.with.dots")
+OVERRIDES: list[dict[str, Any]] = [
+    {},
+    {"nameOverride": "x" * 63},
+    {"fullnameOverride": "y" * 80},
+    {"fullnameOverride": "short"},
+]
+
+
+def everything(name: str, overrides: dict[str, Any] | None = None) -> Rendered:
+    return render(VARIANTS["everything-on"] | (overrides or {}), name)
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_valid(name: str, overrides: dict[str, Any]) -> None:
+    if name[0].isdigit() and not overrides:
+        return  # see test_a_service_cannot_begin_with_a_digit
+    chart = everything(name, overrides)
+    for thing in chart.objects:
+        own = thing["metadata"]["name"]
+        pattern = DNS_LABEL if thing["kind"] in ("Service", "RayService") else DNS_NAME
+        assert re.fullmatch(pattern, own), f"{thing['kind']} {own}"
+    assert len(chart.one("RayService")["metadata"]["name"]) <= LONGEST_RAY_SERVICE
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_labels_are_valid(name: str) -> None:
+    for thing in everything(name, {"nameOverride": "n" * 60}).objects:
+        for path, node in nodes(thing, thing["kind"]):
+            if path.endswith((".labels", ".matchLabels", ".nodeSelector")):
+                for key, value in node.items():
+                    assert re.fullmatch(LABEL_NAME, key.rpartition("/")[2]), f"{path}: {key}"
+                    assert re.fullmatch(LABEL_VALUE, value), f"{path}.{key}: {value}"
+
+
+def test_every_object_says_whose_it_is() -> None:
+    for thing in everything("baton").objects:
+        if thing["metadata"]["name"] == "extra":
+            continue
+        where = f"{thing['kind']} {thing['metadata']['name']}"
+        assert thing["metadata"]["namespace"] == "serving", where
+        labels = thing["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "baton", where
+        assert labels["cost-center"] == "serving", f"{where}: commonLabels"
+        assert thing["metadata"]["annotations"]["example.com/contact"], f"{where}: annotations"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("one", "two"), ("baton", "baton-2"), (LONG, LONG[:-1] + "x"), ("a", "a-baton")],
+)
+def test_two_releases_in_one_namespace_do_not_meet(one: str, other: str) -> None:
+    charts = [render({**VARIANTS["everything-on"], "extraObjects": []}, n) for n in (one, other)]
+    names = [{(t["kind"], t["metadata"]["name"]) for t in chart.objects} for chart in charts]
+    assert not names[0] & names[1]
+    for mine, theirs in (charts, charts[::-1]):
+        foreign = [labels for _, labels, _ in pods_with_labels(theirs)]
+        foreign += [thing["metadata"]["labels"] for thing in theirs.all("Service")]
+        for path, selector, _ in selectors(mine):
+            if selector == {"matchLabels": {"team": "serving"}}:
+                continue  # the user's own, in topologySpreadConstraints
+            assert not any(selects(selector, labels) for labels in foreign), path
+
+
+def test_kuberays_own_services_have_no_names_of_ours() -> None:
+    chart = everything("baton")
+    ours = {thing["metadata"]["name"] for thing in chart.all("Service")}
+    name = chart.one("RayService")["metadata"]["name"]
+    assert not ours & {f"{name}-head-svc", f"{name}-serve-svc"}

@@ -1,0 +1,265 @@
+"""What one template names is in another one or in the code: ports, paths, secrets, labels, files.
+
+With all that is optional on and off, for each set of values, and with the longest names.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.cli import build_parser
+from services.config import from_yaml
+from tests.support.chart import ROOT, Rendered, render
+from tests.support.chart_references import (
+    closed_ports,
+    lost_mounts,
+    missing_objects,
+    missing_secrets,
+    nodes,
+    selectors_of_nothing,
+    services_without_port,
+)
+from tests.support.chart_variants import LONG, VARIANTS
+
+
+def package(name: str) -> Path:
+    """Where a package is installed; importing Ray would take seconds."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+RAY = package("ray")
+RAY_PATHS = {
+    "/-/healthz": "serve/_private/haproxy.py",
+    "/-/routes": "serve/_private/haproxy_templates.py",
+    "/api/local_raylet_healthz": "dashboard/modules/reporter/healthz_agent.py",
+    "/api/gcs_healthz": "dashboard/modules/reporter/reporter_head.py",
+}
+OPTIONS_OF_NOTHING = {"block"}  # KubeRay adds it itself
+
+CASES = [(variant, name) for variant in VARIANTS for name in ("baton", LONG)]
+
+
+@cache
+def rendered(variant: str, name: str = "baton") -> Rendered:
+    return render(VARIANTS[variant], name)
+
+
+each_case = pytest.mark.parametrize(("variant", "name"), CASES)
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@each_case
+def test_objects_that_are_named_are_there(variant: str, name: str) -> None:
+    chart, values = rendered(variant, name), VARIANTS[variant]
+    assert missing_secrets(chart, values) == []
+    assert missing_objects(chart, values) == []
+    assert services_without_port(chart, values) == []
+
+
+@each_case
+def test_selectors_find_pods_and_ports_are_open_in_them(variant: str, name: str) -> None:
+    chart = rendered(variant, name)
+    assert selectors_of_nothing(chart, VARIANTS[variant]) == []
+    assert closed_ports(chart) == []
+
+
+@each_variant
+def test_volumes_and_mounts_are_pairs(variant: str) -> None:
+    assert lost_mounts(rendered(variant)) == []
+
+
+# --- HTTP paths ----------------------------------------------------------------------------------
+
+
+@cache
+def routes() -> set[str]:
+    """Of the router, as its source lists them; ``{...}`` is any text."""
+    tree = ast.parse((ROOT / "router" / "api.py").read_text())
+    return {
+        element.elts[1].value
+        for element in ast.walk(tree)
+        if isinstance(element, ast.Tuple)
+        and len(element.elts) == 3
+        and isinstance(element.elts[0], ast.Constant)
+        and isinstance(element.elts[1], ast.Constant)
+        and element.elts[0].value in ("GET", "POST")
+    }
+
+
+def paths(chart: Rendered) -> Iterator[tuple[str, str]]:
+    """HTTP paths that the chart asks for, with where."""
+    for thing in chart.objects:
+        for place, node in nodes(thing, f"{thing['kind']} {thing['metadata']['name']}: "):
+            if place.endswith(".httpGet"):
+                yield place, node["path"]
+            elif place.endswith((".podMetricsEndpoints[]", ".endpoints[]")):
+                yield place, node.get("path", "/metrics")
+            elif isinstance(node, str) and not place.endswith((".expr", ".description")):
+                urls = re.findall(r"https?://[\w.:$(){}-]+(/[\w/.?=&-]*)", node)
+                asked = re.findall(r"""ask\(["'](/[^"']*)["']""", node)
+                yield from ((place, path) for path in urls + asked)
+
+
+def known_path(path: str) -> bool:
+    bare = path.partition("?")[0]
+    if bare in RAY_PATHS:
+        return bare in (RAY / RAY_PATHS[bare]).read_text()
+    return bare in routes() or bare in ("", "/", "/v1", "/console")
+
+
+@each_variant
+def test_paths_are_routes(variant: str) -> None:
+    dashboards = rendered(variant).all("ConfigMap")
+    asked = [
+        (place, path)
+        for place, path in paths(rendered(variant))
+        if not any(thing["metadata"]["name"] in place for thing in dashboards)
+    ]
+    assert asked
+    unknown = [
+        (place, path)
+        for place, path in asked
+        if not known_path(path) and path not in str(VARIANTS[variant])
+    ]
+    assert unknown == []
+
+
+def test_a_path_that_is_no_route_is_found() -> None:
+    assert known_path("/ready?settled=1")
+    assert not known_path("/readyz")
+    assert not known_path("/-/health")
+
+
+# --- the application -----------------------------------------------------------------------------
+
+
+@each_variant
+def test_the_application_takes_its_arguments(variant: str) -> None:
+    config = from_yaml(rendered(variant).serve_args())
+    values = VARIANTS[variant]
+    for role in ("prefill", "decode", "mixed"):
+        wanted = values.get(role, {}).get("replicas", {"mixed": 0}.get(role, 1))
+        assert getattr(config, role).replicas == wanted, role
+    assert config.routers == values.get("router", {}).get("replicas", 2)
+
+
+def constant(name: str) -> Any:
+    """Of services/app.py, which imports Ray."""
+    for node in ast.parse((ROOT / "services" / "app.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"services/app.py has no {name}")
+
+
+@each_variant
+def test_each_deployment_of_the_application_goes_to_pods_of_its_role(variant: str) -> None:
+    chart = rendered(variant)
+    (application,) = chart.serve_config()["applications"]
+    assert application["name"] == constant("APP_NAME")
+    module, _, function = application["import_path"].partition(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    assert function in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+
+    roles = {deployment: role for role, deployment in constant("DEPLOYMENTS").items()}
+    roles["Router"] = "router"
+    groups = {g["groupName"]: g for g in chart.cluster()["workerGroupSpecs"]}
+    placed = {}
+    for deployment in application["deployments"]:
+        role = roles[deployment["name"]]
+        wanted = deployment["ray_actor_options"]["label_selector"]
+        fitting = [
+            name for name, group in groups.items() if wanted.items() <= group["labels"].items()
+        ]
+        assert fitting == [role], f"{deployment['name']} would run in {fitting}"
+        placed[role] = deployment
+    config = from_yaml(application["args"])
+    assert placed.keys() == {"router", *(role for role, _ in config.pools())}
+    assert groups.keys() == placed.keys()
+
+
+@each_variant
+def test_files_in_the_arguments_are_mounted_where_they_are_read(variant: str) -> None:
+    chart = rendered(variant)
+    args = chart.serve_args()
+    files = [args["secret_file"], args.get("router", {}).get("api_keys_file")]
+    for file in filter(None, files):
+        for name, template in chart.pods().items():
+            (container, *_) = template["spec"]["containers"]
+            mounts = [mount["mountPath"].rstrip("/") for mount in container["volumeMounts"]]
+            assert any(file.startswith(f"{mount}/") for mount in mounts), f"{name}: {file}"
+
+
+# --- Ray and the image ---------------------------------------------------------------------------
+
+
+@cache
+def ray_source(path: str) -> str:
+    return (RAY / path).read_text()
+
+
+@each_variant
+def test_ray_knows_its_options_and_variables(variant: str) -> None:
+    chart = rendered(variant)
+    cluster = chart.cluster()
+    start = ray_source("scripts/scripts.py")
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        for option in group.get("rayStartParams", {}).keys() - OPTIONS_OF_NOTHING:
+            assert f'"--{option}"' in start, option
+    serve = ray_source("serve/_private/constants.py")
+    for name, template in chart.pods().items():
+        for container in template["spec"]["containers"]:
+            for variable in container.get("env", ()):
+                if variable["name"].startswith("RAY_SERVE_"):
+                    assert f'"{variable["name"]}"' in serve, f"{name}: {variable['name']}"
+
+
+def commands(chart: Rendered) -> Iterator[tuple[str, list[str]]]:
+    """What the chart's own containers run."""
+    for name, spec in chart.pod_specs():
+        for path, node in nodes(spec, name):
+            if path.endswith((".command", ".exec.command")) and node[0] != "true":
+                yield path, node
+
+
+@each_variant
+def test_commands_are_in_the_image(variant: str) -> None:
+    own = {action.dest: action for action in build_parser()._actions}["command"].choices
+    for path, command in commands(rendered(variant)):
+        if command[0] in ("sleep", "true"):
+            continue  # of the tests' own sidecars
+        words = " ".join(map(str, command))
+        assert Path(command[0]).name in ("sh", "bash", "python3", "python", "baton"), path
+        for subcommand in re.findall(r"\bbaton ([a-z]+)", words):
+            assert subcommand in own, f"{path}: baton {subcommand}"
+
+
+def test_what_the_image_must_have_is_made_by_the_dockerfile() -> None:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    wrapper = {
+        variable["value"]
+        for template in rendered("defaults").pods().values()
+        for variable in template["spec"]["containers"][0]["env"]
+        if variable["name"] == "RAY_SERVE_HAPROXY_BINARY_PATH"
+    }
+    assert len(wrapper) == 1
+    assert wrapper.pop() in dockerfile
+
+
+def test_images_are_the_packages() -> None:
+    version = yaml.safe_load((ROOT / "helm/baton/Chart.yaml").read_text())["appVersion"]
+    images: set[Any] = {
+        container["image"]
+        for _, spec in rendered("defaults").pod_specs()
+        for container in [*spec["containers"], *spec.get("initContainers", ())]
+    }
+    assert images == {f"ghcr.io/baton-serving/baton:{version}"}
