@@ -164,7 +164,7 @@ OURS: dict[str, Schema] = {
     "clusterDeletionDelaySeconds": whole(0),
     "serviceUnhealthySeconds": whole(1),
     "deploymentUnhealthySeconds": whole(1) | {"description": "the same, of Serve's deployments"},
-    "ray.objectStoreMemory": SIZE,
+    "ray.objectStoreBytes": whole(78643200),
     "ray.env": ENVIRONMENT,
     "ray.logEncoding": text(enum=["TEXT", "JSON"]),
     "idleTimeoutSeconds": whole(1) | {"description": "a pod without replicas goes after so long"},

@@ -85,6 +85,15 @@ baton/role: {{ .role }}
 {{- end -}}
 {{- end -}}
 
+{{/* The head's own where it needs rights, so that no other pod has them. */}}
+{{- define "baton.headServiceAccountName" -}}
+{{- if and .Values.autoscaling.enabled .Values.serviceAccount.create -}}
+{{- printf "%s-head" (include "baton.fullname" .) -}}
+{{- else -}}
+{{- include "baton.serviceAccountName" . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "baton.clusterSecretName" -}}
 {{- .Values.secrets.clusterSecret.existingSecret | default (printf "%s-cluster-secret" (include "baton.fullname" .)) -}}
 {{- end -}}
@@ -109,15 +118,6 @@ baton/role: {{ .role }}
 
 {{- define "baton.modelCacheClaimName" -}}
 {{- .Values.modelCache.existingClaim | default (printf "%s-model-cache" (include "baton.fullname" .)) -}}
-{{- end -}}
-
-{{/*
-The service of clients is the chart's own, of the routers' pods that are ready. KubeRay's, whose name
-ends in -serve-svc, has every pod with a replica in it, and those of workers go without regard to
-clients whose connections pass through them.
-*/}}
-{{- define "baton.serviceName" -}}
-{{- include "baton.fullname" . -}}
 {{- end -}}
 
 {{/* Where Serve's HAProxy listens in the pods. */}}

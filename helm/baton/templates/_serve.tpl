@@ -1,0 +1,131 @@
+{{/*
+The Serve config of the RayService. Its `args` are the keys of `baton serve --config`.
+*/}}
+
+{{/* Where secrets are mounted. */}}
+{{- define "baton.secretFile" -}}/etc/baton/cluster/secret{{- end -}}
+{{- define "baton.apiKeysFile" -}}/etc/baton/api/keys{{- end -}}
+
+{{/* Names of the deployments in services/app.py. */}}
+{{- define "baton.deployment" -}}
+{{- get (dict "router" "Router" "prefill" "PrefillWorker" "decode" "DecodeWorker" "mixed" "MixedWorker") . -}}
+{{- end -}}
+
+{{/* "true" if a worker role takes part in rdma. */}}
+{{- define "baton.rdma" -}}
+{{- if and .root.Values.rdma.enabled (index .root.Values .role).rdma -}}true{{- end -}}
+{{- end -}}
+
+{{/* How KV moves. One transport for all: what is sent by one is read by the other. */}}
+{{- define "baton.transport" -}}
+{{- $transport := .Values.kvTransfer.transport -}}
+{{- if ne $transport "auto" -}}
+{{- $transport -}}
+{{- else -}}
+{{- ternary "nixl" "tcp" .Values.rdma.enabled -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Threads of an engine: the pod's CPUs, from its limit or else its request. A pod sees all cores of
+its node, so none of these would be found out there.
+*/}}
+{{- define "baton.threads" -}}
+{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" .resources) .resources | toString -}}
+{{- if hasSuffix "m" $cpu -}}
+{{- max 1 (div (trimSuffix "m" $cpu | int) 1000) -}}
+{{- else if $cpu -}}
+{{- max 1 ($cpu | float64 | int) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The block of a worker role. What its own `config` says wins. */}}
+{{- define "baton.workerArgs" -}}
+{{- $values := index .root.Values .role -}}
+{{- $own := dict "transport" (include "baton.transport" .root) "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
+{{- with include "baton.threads" $values -}}
+{{- $_ := set $own "threads" (int .) -}}
+{{- end -}}
+{{- if include "baton.rdma" . -}}
+{{- $rdma := .root.Values.rdma -}}
+{{- with $rdma.ucxTls -}}{{- $_ := set $own "ucx_tls" . -}}{{- end -}}
+{{- with $rdma.netDevices -}}{{- $_ := set $own "net_devices" . -}}{{- end -}}
+{{- end -}}
+{{- /* One, whatever there are: how many is said beside `args`, so that scaling restarts nobody. */ -}}
+{{- toYaml (merge (dict "replicas" 1) $values.config $own) -}}
+{{- end -}}
+
+{{/* All of `args`. */}}
+{{- define "baton.args" -}}
+{{- $args := merge (dict "secret_file" (include "baton.secretFile" .)) .Values.config -}}
+{{- $router := merge (deepCopy .Values.router.config) (dict "slo_ttft_s" .Values.slo.ttftSeconds "slo_tpot_s" .Values.slo.tpotSeconds) -}}
+{{- if include "baton.apiKeysSecretName" . -}}
+{{- $_ := set $router "api_keys_file" (include "baton.apiKeysFile" .) -}}
+{{- end -}}
+{{- $_ := set $args "router" $router -}}
+{{- range $role := list "prefill" "decode" "mixed" -}}
+{{- if gt (int (index $.Values $role).replicas) 0 -}}
+{{- $_ := set $args $role (include "baton.workerArgs" (dict "root" $ "role" $role) | fromYaml) -}}
+{{- else -}}
+{{- $_ := set $args $role (dict "replicas" 0) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $args -}}
+{{- end -}}
+
+{{/* The number of pods of a role: (dict "root" $ "role" ROLE) to "min" and "max", as YAML. */}}
+{{- define "baton.bounds" -}}
+{{- $values := index .root.Values .role -}}
+{{- $replicas := int $values.replicas -}}
+{{- if .root.Values.autoscaling.enabled -}}
+{{- $min := kindIs "invalid" $values.minReplicas | ternary $replicas $values.minReplicas | int -}}
+{{- $max := kindIs "invalid" $values.maxReplicas | ternary (add $replicas 1) $values.maxReplicas | int -}}
+{{- if or (gt $replicas $max) (gt $min $max) -}}
+{{- fail (printf "%s: replicas %d and minReplicas %d must be at most maxReplicas %d" .role $replicas $min $max) -}}
+{{- end -}}
+{{- toYaml (dict "min" $min "max" $max) -}}
+{{- else -}}
+{{- toYaml (dict "min" $replicas "max" $replicas) -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+serveConfigV2.
+
+A pod holds one replica: Ray takes a pod's CPU for 1, whatever Kubernetes gives it, and a replica
+claims it. The label sends it to the pods of its role. Where there are pods to spare, a rollout
+starts a new replica before it stops an old one; else the old one must go first.
+*/}}
+{{- define "baton.serveConfig" -}}
+{{- $deployments := list -}}
+{{- $wanted := dict -}}
+{{- range $role := include "baton.roles" . | fromYamlArray -}}
+{{- $values := index $.Values $role -}}
+{{- $options := dict "num_cpus" 1 "label_selector" (dict "baton/role" $role) -}}
+{{- if gt (dig "gpus" 0 $values | int) 0 -}}
+{{- $_ := set $options "num_gpus" (int $values.gpus) -}}
+{{- end -}}
+{{- $bounds := include "baton.bounds" (dict "root" $ "role" $role) | fromYaml -}}
+{{- $surge := ternary 1 0 (gt (int $bounds.max) (int $values.replicas)) -}}
+{{- if ne $role "router" -}}
+{{- $_ := set $wanted $role (int $values.replicas) -}}
+{{- end -}}
+{{- $deployments = append $deployments (dict "name" (include "baton.deployment" $role) "num_replicas" (int $values.replicas) "max_surge_percent" $surge "ray_actor_options" $options) -}}
+{{- end -}}
+{{- /* Routers are told how many workers are wanted; they take a change without a restart. */ -}}
+{{- $_ := set (first $deployments) "user_config" (dict "workers" $wanted) -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: {{ include "baton.apiPort" . }}
+logging_config:
+  encoding: {{ .Values.ray.logEncoding }}
+applications:
+  - name: baton
+    route_prefix: /
+    import_path: services.app:build_app
+    args:
+      {{- include "baton.args" . | nindent 6 }}
+    deployments:
+      {{- toYaml $deployments | nindent 6 }}
+{{- end -}}
