@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.layout import KVLayout, Stamp
+from kvtransfer.pool_memory import zeros
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -94,7 +95,8 @@ class Region:
         self.span_bytes = layout.span_bytes
         # Zeroed, so that slots nobody wrote hold finite numbers: attention masks them, but
         # 0 * NaN is NaN.
-        self.spans = torch.zeros((num_blocks, layout.span_bytes), dtype=torch.uint8, device=device)
+        memory = zeros(num_blocks * layout.span_bytes, device)
+        self.spans = memory.view(num_blocks, layout.span_bytes)
         dtype = getattr(torch, layout.dtype)
         flat = self.spans.view(-1).view(dtype)
         stride = layout.span_bytes // dtype.itemsize
