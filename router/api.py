@@ -338,7 +338,7 @@ class Front:
     async def ready(self, http: Request) -> Response:
         """GET /ready: a pair of workers has passed a real generation, and takes requests.
 
-        ``?settled=SECONDS``: and all workers are there, or it has been so for so long.
+        ``?settled=SECONDS``: and at its start all workers have come, or not within that time.
         """
         settled = query_seconds(http, "settled")
         dispatcher = self.dispatcher

@@ -76,8 +76,9 @@ class Dispatcher:
         self._closing = False
         self._some_pair = asyncio.Event()  # set while a pair is usable ...
         self._no_pair_since = -math.inf  # ... and when there was none any more, in loop time
-        self._ready_since = math.inf  # when there was one again
-        self._wanted = settings.replicas
+        self._first_ready = math.inf  # when there was one for the first time
+        self._was_complete = False
+        self.wanted = settings.replicas  # workers by role; Serve may say others meanwhile
         self._turn = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -106,17 +107,19 @@ class Dispatcher:
         return bool(usable_pairs(self._view()))
 
     def settled(self, patience_s: float) -> bool:
-        """Ready, and complete: all workers that were asked for are in such pairs.
+        """Ready, and once there were all workers that were asked for, or not within a time.
 
-        After ``patience_s`` of being ready some may be missing. For who decides when a new
-        deployment takes its share beside an old one: with one pair of many it could not carry it.
+        For who decides when a new deployment takes its share beside an old one: with one pair of
+        many it could not carry it. ``patience_s`` counts from the first moment of being ready; who
+        has been settled is so whenever it is ready.
         """
         view = self._view()
         pairs = usable_pairs(view)
         there = Counter(view.workers[key].role for key in members(pairs))
-        complete = all(there[role] >= number for role, number in self._wanted)
-        waited_s = asyncio.get_running_loop().time() - self._ready_since
-        return bool(pairs) and (complete or waited_s >= patience_s)
+        if pairs and all(there[role] >= number for role, number in self.wanted):
+            self._was_complete = True
+        waited_s = asyncio.get_running_loop().time() - self._first_ready
+        return bool(pairs) and (self._was_complete or waited_s >= patience_s)
 
     @property
     def num_jobs(self) -> int:
@@ -333,8 +336,7 @@ class Dispatcher:
                 job.forgive(self._is_usable)
         self.prover.refresh()
         if self.ready:
-            if not self._some_pair.is_set():
-                self._ready_since = asyncio.get_running_loop().time()
+            self._first_ready = min(self._first_ready, asyncio.get_running_loop().time())
             self._some_pair.set()
         elif self._some_pair.is_set():
             self._some_pair.clear()

@@ -6,7 +6,7 @@ import asyncio
 
 from router.dispatch import Dispatcher
 from tests.integration.deployed import deployed
-from tests.integration.dispatching import all_proven, run, serving
+from tests.integration.dispatching import run, serving
 from tests.integration.fake_worker import FakeWorker
 
 TWO_DECODERS = (("prefill", 1), ("decode", 2))
@@ -36,7 +36,7 @@ def test_settled_after_a_while_with_what_there_is() -> None:
         async with serving(p, d, replicas=TWO_DECODERS) as dispatcher:
             assert not dispatcher.settled(LONG_S)
             assert dispatcher.settled(0), "no patience"
-            dispatcher._ready_since -= LONG_S  # an hour later
+            dispatcher._first_ready -= LONG_S  # it was an hour ago
             assert dispatcher.settled(LONG_S)
 
     run(scenario)
@@ -52,22 +52,32 @@ def test_never_settled_without_a_pair() -> None:
     run(scenario)
 
 
-def test_patience_begins_anew_when_the_last_pair_was_lost() -> None:
+def test_who_was_settled_is_so_whenever_it_is_ready() -> None:
+    """A loss of all workers is over when the first one is back, not a while later."""
+
     async def scenario() -> None:
         p, d = FakeWorker("prefill", "P"), FakeWorker("decode", "D")
-        async with serving(p, d, replicas=TWO_DECODERS) as dispatcher:
-            dispatcher._ready_since -= LONG_S
+        late = FakeWorker("decode", "D2")
+        async with serving(p, d, late, replicas=TWO_DECODERS) as dispatcher:
             assert dispatcher.settled(LONG_S)
-            d.report(state="draining")
-            async with asyncio.timeout(10):
-                while dispatcher.ready:
-                    await asyncio.sleep(0.01)
+            late.registered = False
+            await lost(dispatcher, d, late)
             assert not dispatcher.settled(0)
             d.report(state="ready")
-            await all_proven(dispatcher)
-            assert not dispatcher.settled(LONG_S)
+            async with asyncio.timeout(10):
+                while not dispatcher.ready:
+                    await asyncio.sleep(0.01)
+            assert dispatcher.settled(LONG_S), "one decode worker of two, but not at the start"
 
     run(scenario)
+
+
+async def lost(dispatcher: Dispatcher, *workers: FakeWorker) -> None:
+    for worker in workers:
+        worker.report(state="draining")
+    async with asyncio.timeout(10):
+        while dispatcher.ready:
+            await asyncio.sleep(0.01)
 
 
 def test_over_http() -> None:
