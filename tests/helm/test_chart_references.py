@@ -45,6 +45,7 @@ RAY_PATHS = {
     "/api/gcs_healthz": "dashboard/modules/reporter/reporter_head.py",
 }
 OPTIONS_OF_NOTHING = {"block"}  # KubeRay adds it itself
+AGENT_PORT = "52365"  # where every node's Ray agent answers probes
 
 CASES = [(variant, name) for variant in VARIANTS for name in ("baton", LONG)]
 
@@ -70,7 +71,8 @@ def test_objects_that_are_named_are_there(variant: str, name: str) -> None:
 def test_selectors_find_pods_and_ports_are_open_in_them(variant: str, name: str) -> None:
     chart = rendered(variant, name)
     assert selectors_of_nothing(chart, VARIANTS[variant]) == []
-    assert closed_ports(chart) == []
+    assert [port for port in closed_ports(chart) if not port.endswith(f": {AGENT_PORT}")] == []
+    assert f"_AGENT_LISTEN_PORT = {AGENT_PORT}" in ray_source("_private/ray_constants.py")
 
 
 @each_variant
@@ -145,12 +147,15 @@ def test_a_path_that_is_no_route_is_found() -> None:
 
 @each_variant
 def test_the_application_takes_its_arguments(variant: str) -> None:
-    config = from_yaml(rendered(variant).serve_args())
-    values = VARIANTS[variant]
-    for role in ("prefill", "decode", "mixed"):
-        wanted = values.get(role, {}).get("replicas", {"mixed": 0}.get(role, 1))
-        assert getattr(config, role).replicas == wanted, role
-    assert config.routers == values.get("router", {}).get("replicas", 2)
+    chart = rendered(variant)
+    config = from_yaml(chart.serve_args())
+    (application,) = chart.serve_config()["applications"]
+    numbers = {each["name"]: each["num_replicas"] for each in application["deployments"]}
+    for role, default in (("router", 2), ("prefill", 1), ("decode", 1), ("mixed", 0)):
+        wanted = VARIANTS[variant].get(role, {}).get("replicas", default)
+        assert numbers.get(deployment_of(role), 0) == wanted, role
+        if role != "router":
+            assert bool(getattr(config, role).replicas) == bool(wanted), role
 
 
 def constant(name: str) -> Any:
@@ -159,6 +164,10 @@ def constant(name: str) -> Any:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     raise AssertionError(f"services/app.py has no {name}")
+
+
+def deployment_of(role: str) -> str:
+    return "Router" if role == "router" else str(constant("DEPLOYMENTS")[role])
 
 
 @each_variant
@@ -170,8 +179,7 @@ def test_each_deployment_of_the_application_goes_to_pods_of_its_role(variant: st
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
     assert function in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
 
-    roles = {deployment: role for role, deployment in constant("DEPLOYMENTS").items()}
-    roles["Router"] = "router"
+    roles = {deployment_of(role): role for role in ("router", "prefill", "decode", "mixed")}
     groups = {g["groupName"]: g for g in chart.cluster()["workerGroupSpecs"]}
     placed = {}
     for deployment in application["deployments"]:

@@ -113,8 +113,8 @@ def test_given_keys_and_tokens_follow_the_values(release: Release) -> None:
     assert release.secret(API_KEYS)["api-keys"].split() == ["three"]
     assert release.secret(HUB_TOKEN) == {"token": "hf_b"}
     release.upgrade()
-    assert release.cluster.get("Secret", API_KEYS) is None, "no key is asked for any more"
-    assert release.cluster.get("Secret", HUB_TOKEN) is None
+    assert release.secret(API_KEYS), "it is kept: somebody may have it only there"
+    assert "api_keys_file" not in release.args()["router"]
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -164,3 +164,10 @@ def test_b118_values_that_are_refused_leave_everything_as_it_is(release: Release
         with pytest.raises(helm_python.HelmError):
             release.upgrade(wrong)
         assert release.cluster.objects == before
+
+
+def test_a_second_release_of_the_same_names_is_refused(release: Release) -> None:
+    """Helm's usual names of "a" and of "a-baton" are the same."""
+    release.helm.install(CHART, "a", {})
+    with pytest.raises(helm_python.HelmError, match="invalid ownership metadata"):
+        release.helm.install(CHART, "a-baton", {})

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.chart import Object, Rendered
+from tests.support.chart import Object, Rendered, chart_values
 from tests.support.network import selects
 
 
@@ -81,8 +81,8 @@ def missing_objects(chart: Rendered, values: Object) -> list[str]:
             ("PersistentVolumeClaim", node.get("claimName")),
             ("ServiceAccount", node.get("serviceAccountName")),
         ]
-        if path.endswith((".roleRef", ".subjects[]")):
-            uses.append((node["kind"], node["name"]))
+        if path.endswith((".roleRef", ".subjects[]", ".backendRefs[]")):
+            uses.append((node.get("kind", "Service"), node["name"]))
         if path.endswith((".configMap", ".configMapRef", ".configMapKeyRef")):
             uses.append(("ConfigMap", node["name"]))
         lacking += [
@@ -142,7 +142,7 @@ def selectors(chart: Rendered) -> Iterator[tuple[str, Object, str]]:
 
 def selectors_of_nothing(chart: Rendered, values: Object) -> list[str]:
     """Selectors that fit no pod of the chart (no service, for a ServiceMonitor)."""
-    own = [node for _, node in nodes(values)]
+    own = [node for _, node in [*nodes(values), *nodes(chart_values())]]
     pods = [labels for _, labels, _ in pods_with_labels(chart)]
     services = [thing["metadata"]["labels"] for thing in chart.all("Service")]
     return [
@@ -173,7 +173,10 @@ def ports_of(spec: Object) -> set[str | int]:
 
 
 def closed_ports(chart: Rendered) -> list[str]:
-    """Ports that a service, monitor, policy or probe names and no pod behind it has."""
+    """Ports that a service, monitor, policy or probe names and no pod behind it has.
+
+    A probe by number needs no declared port: those are returned, for who knows what listens there.
+    """
     return [
         f"{where}: {port}"
         for where, port, specs in _port_uses(chart)
@@ -218,7 +221,7 @@ def services_without_port(chart: Rendered, values: Object) -> list[str]:
     for path, node in all_nodes(chart):
         if path.endswith(".backend.service"):
             uses.append((path, node["name"], *node["port"].values()))
-        elif path.endswith(".backendRefs[]"):
+        elif path.endswith(".backendRefs[]") and node.get("kind", "Service") == "Service":
             uses.append((path, node["name"], node["port"]))
         elif isinstance(node, str):
             uses += [

@@ -20,7 +20,17 @@ left of 63: so 40. A longer name ends in a hash of all of it; two releases that 
 {{- $chart := include "baton.name" . -}}
 {{- $name = ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
 {{- end -}}
-{{- include "baton.short" (dict "name" $name "limit" 40) -}}
+{{- include "baton.short" (dict "name" (include "baton.dnsLabel" $name) "limit" 40) -}}
+{{- end -}}
+
+{{/* A name as services have one: no dots, first a letter. One that was changed ends in a hash. */}}
+{{- define "baton.dnsLabel" -}}
+{{- $label := regexReplaceAll "^([^a-z])" (replace "." "-" .) "b${1}" -}}
+{{- if eq $label . -}}
+{{- $label -}}
+{{- else -}}
+{{- printf "%s-%s" $label (sha256sum . | trunc 8) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* A name of at most "limit" characters; a longer one ends in a hash. */}}
