@@ -62,7 +62,6 @@ class RouterMetrics(Collector):
         self.loop_lag = LoopLag()
         self._model = settings.served_model
         self._policy = settings.config.policy
-        self._wanted = dict(settings.replicas)
         self._ledger = ledger
         self._requests = requests
         self._dispatcher = dispatcher
@@ -244,9 +243,10 @@ class RouterMetrics(Collector):
             counts_of(found, product(ROLES, STATES)),
         )
         replicas: dict[Key, float] = {}
+        wanted = dict(self._dispatcher.wanted)
         for role in ROLES:
             replicas[role, "actual"] = table.registered[role]
-            replicas[role, "target"] = self._wanted.get(role, 0)
+            replicas[role, "target"] = wanted.get(role, 0)
         yield self._gauge(
             "baton_autoscale_replicas",
             "Workers that are registered, and that there should be",

@@ -8,8 +8,8 @@
 Replicas find each other through the registry and talk directly over TCP; no request and no token
 passes through a Serve handle. Serve places, restarts, checks and scales them. ``build_app`` is the
 ``import_path`` of a Serve config; ``services.serve`` uses ``build`` and the functions at the end on
-a private, local Ray. With :mod:`services.registry` the only file that imports ray; torch is
-imported in worker replicas only, so that the router stays small.
+a private, local Ray. Ray is imported here, in :mod:`services.registry` and :mod:`services.leave`
+only; torch in worker replicas only, so that the router stays small.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from services.config import AppConfig, from_yaml
 from services.fetch import fetch, pinned
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
 from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
-from services.resolve import resolve
+from services.resolve import resolve_shared, resolve_worker
 from services.settings import router_settings, worker_settings
 
 APP_NAME = "baton"
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class AppSpec:
     """What every replica is told."""
 
-    config: AppConfig  # resolved
+    config: AppConfig  # resolved; on a cluster what all agree on, and each worker does the rest
     secret: bytes = field(repr=False)
     one_host: bool
 
@@ -78,6 +78,7 @@ class Router:
         self._settings = router_settings(spec.config, folder, spec.secret, host)
         self._registry = RegistryClient(spec.registry)
         self._stop: asyncio.Task[None] | None = None
+        self._api: Any = None
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve on the replica, after the constructor."""
@@ -96,6 +97,16 @@ class Router:
 
         self._api.router.lifespan_context = lifespan
         return self._api
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Called by Serve at the start, and when only this has changed: ``workers`` by role.
+
+        A Serve config that scales by ``num_replicas`` says here what routers shall expect.
+        """
+        workers = tuple((role, int(num)) for role, num in user_config["workers"].items())
+        self._settings = replace(self._settings, replicas=workers)
+        if self._api is not None:
+            self._api.state.front.dispatcher.wanted = workers
 
     async def _prove_a_pair(self) -> None:
         """A router that joins running workers takes requests when it could pass them on."""
@@ -126,10 +137,14 @@ class WorkerReplica:
         from services.worker import Worker
 
         self._registry = RegistryClient(spec.registry)
-        folder = await asyncio.to_thread(fetch, spec.config.model, report=log.info)
+        config = spec.config
+        folder = await asyncio.to_thread(fetch, config.model, report=log.info)
         host = "127.0.0.1" if spec.one_host else _node_ip()
-        self._drain_s = getattr(spec.config, role).drain_s
-        self._worker = Worker(worker_settings(role, spec.config, folder, host, spec.secret))
+        if not spec.one_host:
+            facts = model_facts(folder, config.model)
+            config = resolve_worker(role, config, replace(this_machine(), one_host=False), facts)
+        self._drain_s = getattr(config, role).drain_s
+        self._worker = Worker(worker_settings(role, config, folder, host, spec.secret))
         self._state, self._news = "", asyncio.Event()
         self._worker.on_load = self._on_load
         await self._worker.start()
@@ -201,7 +216,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     config = replace(config, model=pinned(config.model, report=log.info))
     facts = model_facts(fetch(config.model, report=log.info, weights=False), config.model)
     machine = replace(this_machine(), one_host=False)
-    return build(AppSpec(resolve(config, machine, facts), read_secret(config), one_host=False))
+    return build(AppSpec(resolve_shared(config, machine, facts), read_secret(config), False))
 
 
 def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:

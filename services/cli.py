@@ -64,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         names = {field.name for field in fields(DrainOptions)}
         given = {name: value for name, value in vars(args).items() if name in names}
         return run_drain(DrainOptions(**given))
+    if args.command == "leave":
+        from services.leave import run_leave
+
+        return run_leave(args.address, args.node_ip, args.deadline)
     if args.command == "doctor":
         from services.doctor.command import DoctorOptions, run_doctor
 
@@ -137,6 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
             )
         )
     _add_drain(commands)
+    _add_leave(commands)
     _add_doctor(commands)
     _add_loadtest(commands)
     text = "download, check and convert a model into the cache"
@@ -174,6 +179,22 @@ def _add_drain(commands: Any) -> None:
         dest="deadline_s",
         help="after so many seconds it hands back what still runs (default: 30)",
     )
+
+
+def _add_leave(commands: Any) -> None:
+    text = "let Serve take everything from this Ray node, which is about to go"
+    command = commands.add_parser(
+        "leave",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}, and wait for that: the preStop of a pod. Exit"
+        " status: 0 when nothing is left, else 1.",
+    )
+    about = "of the Ray cluster, HOST:PORT (default: RAY_ADDRESS)"
+    command.add_argument("--address", metavar="HOST:PORT", default="", help=about)
+    about = "address of this node, where its host has several"
+    command.add_argument("--node-ip", metavar="HOST", default="", help=about)
+    about = "when the node goes at the latest; replicas are stopped in time (default: 60)"
+    command.add_argument("--deadline", metavar="S", type=float, default=60, help=about)
 
 
 def _add_doctor(commands: Any) -> None:

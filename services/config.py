@@ -62,6 +62,7 @@ class AppConfig:
     port: int = 8000
     routers: int = 1  # router processes behind the ingress
     secret_file: str = ""  # shared by routers and workers, 16 bytes or more; empty: random
+    workers_per_host: int = 0  # on a cluster, for what share of a host each takes; 0: all of them
     metrics_port: int = 0  # each process takes the first free port from here on; 0: any free one
     metrics_compat: str = ""  # give series the names of another server as well: vllm
     tracing_endpoint: str = ""  # OTLP/HTTP receiver of traces, http://HOST:4318; empty: no tracing
@@ -81,6 +82,11 @@ class AppConfig:
     def num_workers(self) -> int:
         """Workers of all roles."""
         return sum(pool.replicas for _, pool in self.pools())
+
+    @property
+    def sharers(self) -> int:
+        """Workers that share the cores and the memory of one host."""
+        return self.workers_per_host or self.num_workers
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -110,6 +116,7 @@ LIMITS = {
     "replicas": Limit(0, 512),
     "transport": Limit(choices=TRANSPORTS),
     "routers": Limit(1, 64),
+    "workers_per_host": Limit(0, 512),
     "lease_s": Limit(1, 3600),
     "pull_stall_s": Limit(0.1, 3600),
     "tracing_endpoint": Limit(syntax=traces_url),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from router.config import RouterConfig
 from router.tracing import tracing_installed
 from services.config import AppConfig, ConfigError
 from services.engine.model_config import ModelError, read_config
@@ -22,6 +23,7 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "200000 100000": two of each microsecond; or "max ..."
 
 
 # A third of what another thread gets: enough that a busy neighbour does not starve it.
@@ -53,7 +55,7 @@ def this_machine(one_process: bool = False) -> Machine:
     """Cores and memory that this process may use, and whether torch could use a CUDA device."""
     cuda_bytes = _cuda_bytes() if torch_has_cuda() else 0
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        cores=_cores(),
         memory_bytes=_memory_bytes(),
         cuda=cuda_bytes > 0,
         cuda_bytes=cuda_bytes,
@@ -107,6 +109,33 @@ def read_secret_file(file: Path, name: str = "secret_file") -> bytes:
     if len(secret) < 16:
         raise ConfigError(f"{name} {file}: {len(secret)} bytes, needs 16")
     return secret
+
+
+def read_api_keys(config: RouterConfig) -> tuple[str, ...]:
+    """All keys of clients, those of ``api_keys_file`` included; empty: none is asked for."""
+    if not config.api_keys_file:
+        return config.api_keys
+    name = f"router.api_keys_file {config.api_keys_file}"
+    try:
+        lines = Path(config.api_keys_file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {getattr(error, 'strerror', None) or error}") from error
+    keys = tuple(key for line in lines if (key := line.strip()))
+    if not keys:  # which must not open the door to everybody
+        raise ConfigError(f"{name}: holds no key")
+    return config.api_keys + keys
+
+
+def _cores() -> int:
+    """Those that this process may run on, or what its container may use if that is less."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
 
 
 def _memory_bytes() -> int:

@@ -55,6 +55,23 @@ class ModelFacts:
 
 def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig:
     """A copy without ``auto`` and ``0``, checked against the machine and the model (pure)."""
+    if machine.one_host:
+        _check_metrics_ports(config)
+    resolved = resolve_shared(config, machine, model)
+    for role, _ in config.pools():
+        resolved = resolve_worker(role, resolved, machine, model)
+    if config.prefill.replicas:
+        _check_form(resolved.prefill, resolved.decode)
+    _check_memory(resolved, machine, model)
+    return resolved
+
+
+def resolve_shared(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig:
+    """What all hosts of a deployment must agree on; ``machine`` is any of them (pure).
+
+    The builder of a cluster's application may have no CUDA device, and another size than the hosts
+    of the workers. What depends on these is found where each worker runs: :func:`resolve_worker`.
+    """
     p, d, m = config.prefill.replicas, config.decode.replicas, config.mixed.replicas
     if bool(p) != bool(d) or not p + m:
         raise ConfigError(
@@ -63,16 +80,30 @@ def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig
         )
     if config.tracing_endpoint and not machine.tracing:
         raise ConfigError(f"tracing_endpoint: {config.tracing_endpoint!r}: {MISSING}")
-    if machine.one_host:
-        _check_metrics_ports(config)
-    changes: dict[str, Any] = {}
+    pools: dict[str, Any] = {}
     for role, pool in config.pools():
-        changes[role] = _resolve_pool(role, pool, config.num_workers, machine, model)
-    resolved = replace(config, served_model_name=config.served_model_name or model.name, **changes)
+        engine = replace(pool.engine, max_model_len=_resolve_length(role, pool.engine, model))
+        if engine.device != "auto":
+            engine = replace(engine, dtype=_resolve_dtype(engine.dtype, engine.device))
+        auto_devices = "lo" if machine.one_host else "all"
+        pools[role] = replace(
+            pool,
+            transport=_resolve_transport(role, pool.transport, machine),
+            net_devices=auto_devices if pool.net_devices == "auto" else pool.net_devices,
+            engine=engine,
+        )
+    resolved = replace(config, served_model_name=config.served_model_name or model.name, **pools)
     if p:
         _check_form(resolved.prefill, resolved.decode)
-    _check_memory(resolved, machine, model)
     return resolved
+
+
+def resolve_worker(role: str, config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig:
+    """A shared configuration, and one role's engine as it fits the worker's own machine (pure)."""
+    pool: WorkerConfig = getattr(config, role)
+    engine = _resolve_engine(role, pool.engine, config.sharers, machine, model)
+    changes: dict[str, Any] = {role: replace(pool, engine=engine)}
+    return replace(config, **changes)
 
 
 def _check_metrics_ports(config: AppConfig) -> None:
@@ -85,38 +116,39 @@ def _check_metrics_ports(config: AppConfig) -> None:
         )
 
 
-def _resolve_pool(
-    role: str, pool: WorkerConfig, num_workers: int, machine: Machine, model: ModelFacts
-) -> WorkerConfig:
-    engine = pool.engine
-    device = engine.device if engine.device != "auto" else ("cuda" if machine.cuda else "cpu")
-    if device == "cuda" and not machine.cuda:
-        raise ConfigError(f"{role}.device: 'cuda', but there is no CUDA device or torch is for CPU")
+def _resolve_length(role: str, engine: EngineConfig, model: ModelFacts) -> int:
     length = engine.max_model_len or model.max_model_len
     if length > model.max_model_len:
         raise ConfigError(
             f"{role}.max_model_len: {length} is more than the {model.max_model_len} tokens that"
             f" {model.name} was trained for"
         )
-    on_cpu = device == "cpu"
+    return length
+
+
+def _resolve_dtype(dtype: str, device: str) -> str:
     # bf16 GEMM on a CPU without such instructions is hundreds of times slower than fp32
-    dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
+    return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+
+
+def _resolve_engine(
+    role: str, engine: EngineConfig, sharers: int, machine: Machine, model: ModelFacts
+) -> EngineConfig:
+    device = engine.device if engine.device != "auto" else ("cuda" if machine.cuda else "cpu")
+    if device == "cuda" and not machine.cuda:
+        raise ConfigError(f"{role}.device: 'cuda', but there is no CUDA device or torch is for CPU")
+    dtype = _resolve_dtype(engine.dtype, device)
     _check_weights_dtype(role, engine.weights_dtype, dtype, device)
     engine = replace(
         engine,
         device=device,
         dtype=dtype,
         weights_dtype="auto" if engine.weights_dtype == dtype else engine.weights_dtype,
-        max_model_len=length,
-        threads=engine.threads or max(1, machine.cores // num_workers),
+        threads=engine.threads or max(1, machine.cores // sharers),
     )
     if engine.token_budget:
         engine = with_chunk_budget(role, engine)
-    engine = replace(engine, kv_blocks=_pool_blocks(role, engine, num_workers, machine, model))
-    transport = _resolve_transport(role, pool.transport, machine)
-    auto_devices = "lo" if machine.one_host else "all"
-    devices = auto_devices if pool.net_devices == "auto" else pool.net_devices
-    return replace(pool, transport=transport, net_devices=devices, engine=engine)
+    return replace(engine, kv_blocks=_pool_blocks(role, engine, sharers, machine, model))
 
 
 def _check_weights_dtype(role: str, weights_dtype: str, dtype: str, device: str) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from services.config import AppConfig, ConfigError
 from services.fetch import fetch, pinned
-from services.machine import model_facts, read_secret, this_machine
+from services.machine import model_facts, read_api_keys, read_secret, this_machine
 from services.resolve import resolve
 from services.supervisor import supervise
 from services.warm_kernels import warm_kernels
@@ -90,6 +90,7 @@ def run_serve(config: AppConfig) -> int:
     warm_kernels(phases.detail)
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
     secret = read_secret(config)
+    read_api_keys(config.router)  # now, where the user sees what is wrong; routers read it later
     work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))
     if not config.secret_file:  # baton drain needs it
         file = work / "secret"
@@ -309,7 +310,7 @@ def summary(spec: "AppSpec") -> str:
         "stream": True,
     }
     headers = ["Content-Type: application/json"]
-    if config.router.api_keys:
+    if config.router.api_keys or config.router.api_keys_file:
         headers.append("Authorization: Bearer API_KEY")
     lines += [
         "",

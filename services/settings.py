@@ -1,12 +1,13 @@
 """What one router or worker process is told: a deployment's configuration, made concrete."""
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from router.config import RouterSettings
 from services.config import AppConfig, WorkerConfig
 from services.engine.config import EngineConfig
+from services.machine import read_api_keys
 from services.model_folder import weights_id
 
 
@@ -70,7 +71,7 @@ def router_settings(
 ) -> RouterSettings:
     """Settings of a new router on ``host``; ``config`` is resolved, the model is in ``folder``."""
     return RouterSettings(
-        config=config.router,
+        config=replace(config.router, api_keys=read_api_keys(config.router)),
         model_dir=str(folder),
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from router.config import ABOVE_ZERO, LARGEST, MAY_BE_ZERO, POLICIES, RouterConfig
 from services.cli import field_notes
-from services.config import LIMITS, AppConfig, Limit, WorkerConfig
+from services.config import LIMITS, ROLES, AppConfig, Limit, WorkerConfig
 from services.engine.config import EngineConfig
 
 Schema = dict[str, Any]
@@ -27,7 +27,7 @@ SYNTAX: dict[str, Schema] = {
 
 SET_ELSEWHERE = {
     AppConfig: {
-        "host", "port", "routers", "secret_file", "router", "prefill", "decode", "mixed",
+        "host", "port", "routers", "secret_file", "workers_per_host", "router", *ROLES,
     },
     RouterConfig: {"api_keys", "api_keys_file"},
     WorkerConfig: {"replicas"},

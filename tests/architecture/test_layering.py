@@ -32,7 +32,7 @@ ALLOWED = {
 """Longest matching prefix of the importing module decides."""
 
 HEAVY = {
-    "ray": {"services/app.py", "services/registry.py"},
+    "ray": {"services/app.py", "services/leave.py", "services/registry.py"},
     "nixl": {"kvtransfer/nixl_agent.py"},
     "nixl_cu12": {"kvtransfer/nixl_agent.py"},
     "fastapi": {"router/api.py"},
