@@ -57,7 +57,7 @@ its node, so none of these would be found out there.
 
 {{/* All of `args`. */}}
 {{- define "baton.args" -}}
-{{- $args := merge (dict "secret_file" (include "baton.secretFile" .)) .Values.config -}}
+{{- $args := merge (dict "secret_file" (include "baton.secretFile" .) "workers_per_host" 1) .Values.config -}}
 {{- $router := merge (deepCopy .Values.router.config) (dict "slo_ttft_s" .Values.slo.ttftSeconds "slo_tpot_s" .Values.slo.tpotSeconds) -}}
 {{- if include "baton.apiKeysSecretName" . -}}
 {{- $_ := set $router "api_keys_file" (include "baton.apiKeysFile" .) -}}
