@@ -170,10 +170,12 @@ def test_notes_say_how_to_ask_and_what_is_open() -> None:
 # --- helm test -----------------------------------------------------------------------------------
 
 
-def run_test_pod(url: str, keys: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_test_pod(
+    url: str, keys: Path | None = None, patience_s: int = 30
+) -> subprocess.CompletedProcess[str]:
     """What the pod of ``helm test`` runs, here, against another URL."""
     secret = {"apiKeys": {"existingSecret": "keys"}} if keys else {}
-    (pod,) = render({"tests": {"timeoutSeconds": 2}, "secrets": secret}).all("Pod")
+    (pod,) = render({"tests": {"timeoutSeconds": patience_s}, "secrets": secret}).all("Pod")
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["python3", "-c"]
     script, asked, seconds, *files = container["args"]
@@ -215,9 +217,9 @@ def test_helm_test_fails_where_the_api_does(stub: dict[str, Any], says: str) -> 
 
 
 def test_helm_test_fails_where_nobody_answers() -> None:
-    done = run_test_pod("http://127.0.0.1:9")
+    done = run_test_pod("http://127.0.0.1:9", patience_s=1)
     assert done.returncode != 0
-    assert "not ready within 2 s" in done.stderr
+    assert "not ready within 1 s" in done.stderr
 
 
 def test_the_test_pod_mounts_the_keys_and_no_more() -> None:
