@@ -62,6 +62,7 @@ TEXTS = mapping({"type": "string"})
 OBJECTS = several({"type": "object"})
 SIZE: Schema = {"type": ["string", "integer"], "pattern": QUANTITY, "minimum": 0}
 AMOUNTS = mapping({"type": ["string", "number"], "pattern": QUANTITY, "minimum": 0})
+CIDRS = several(text(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"))
 ENVIRONMENT = mapping({"type": ["string", "number", "boolean"]})
 # No maxUnavailable and no share: Kubernetes cannot count what a RayCluster's pods should be.
 BUDGET = closed(
@@ -118,6 +119,7 @@ OURS: dict[str, Schema] = {
     "rayVersion": text(pattern=r"^\d+\.\d+\.\d+$"),
     ".config": app_schema(),
     "service.type": text("its type", enum=["ClusterIP", "NodePort", "LoadBalancer"]),
+    "loadBalancerSourceRanges": CIDRS,
     "port": whole(1, 65535) | {"description": "its port"},
     "replicas": whole(0, 512) | {"description": "pods; 0: none of this role"},
     ".router.replicas": whole(1, 64) | {"description": "pods"},
@@ -176,7 +178,7 @@ OURS: dict[str, Schema] = {
     "networkPolicy.monitoring": OBJECTS,
     "networkPolicy.extraEgress": OBJECTS,
     "networkPolicy.operator": OBJECTS,
-    "nodeCIDRs": several(text(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$")),
+    "nodeCIDRs": CIDRS,
     "dns.to": OBJECTS,
     "apiServer.to": OBJECTS,
     "ports": several(whole(1, 65535)),

@@ -40,6 +40,13 @@ def test_the_service_is_the_routers() -> None:
     assert named[port["targetPort"]] == chart.serve_config()["http_options"]["port"]
 
 
+def test_a_load_balancers_settings() -> None:
+    wanted = {"loadBalancerClass": "example.com/lb", "loadBalancerSourceRanges": ["192.0.2.0/24"]}
+    spec = render({"service": {"type": "LoadBalancer"} | wanted}).one("Service")["spec"]
+    assert wanted.items() <= spec.items()
+    assert not wanted.keys() & render({"service": wanted}).one("Service")["spec"].keys()
+
+
 def test_a_router_takes_requests_when_its_cluster_can_carry_them() -> None:
     """B118: a cluster that starts beside another one gets no requests before it can serve them."""
     chart = render()
