@@ -11,6 +11,7 @@ groups only. The engine is Go in a shared library, loaded with the first renderi
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,18 @@ def render(
     upgrade: bool = False,
 ) -> Rendered:
     """The chart with ``values`` over its own; raises HelmError with the engine's message."""
-    with helm_python.Chart.load(CHART) as chart:
-        files = chart.render(
-            values or {}, name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade
-        )
+    files = loaded().render(
+        values or {}, name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade
+    )
     manifests = [text for path, text in sorted(files.items()) if path.endswith((".yaml", ".yml"))]
     objects = [each for text in manifests for each in yaml.load_all(text, _Loader) if each]
     return Rendered(files, tuple(objects))
+
+
+@cache
+def loaded() -> helm_python.Chart:
+    """The chart as the engine has it; read once, and given back with the process."""
+    return helm_python.Chart.load(CHART)
 
 
 def chart_values() -> Object:

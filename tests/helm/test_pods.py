@@ -1,0 +1,194 @@
+"""Every pod of the chart: who it runs as, what it may, how it is looked after, how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.support.chart import Object, Rendered, render
+from tests.support.chart_variants import VARIANTS
+
+OWN = ("ray-head", "ray-worker", "test")  # the other containers are the user's
+WORKERS = ("prefill", "decode", "mixed")
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+
+
+@cache
+def rendered(variant: str) -> Rendered:
+    return render(VARIANTS[variant])
+
+
+def own_containers(variant: str) -> Iterator[tuple[str, Object, Object]]:
+    """Name, pod and container of all that the chart starts itself."""
+    for name, spec in rendered(variant).pod_specs():
+        for container in [*spec["containers"], *spec.get("initContainers", ())]:
+            if container["name"] in OWN:
+                yield f"{name} {container['name']}", spec, container
+
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+# --- what it may ---------------------------------------------------------------------------------
+
+
+@each_variant
+def test_nothing_runs_as_root(variant: str) -> None:
+    names = []
+    for name, spec, container in own_containers(variant):
+        context = spec["securityContext"] | container["securityContext"]
+        assert context["runAsNonRoot"] is True, name
+        # OpenShift chooses the user; elsewhere it is the image's
+        assert context.get("runAsUser") == (None if variant == "openshift" else 1000), name
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert context["allowPrivilegeEscalation"] is False, name
+        assert "privileged" not in context, name
+        names.append(name)
+    assert len(names) == len(rendered(variant).pods()) + len(rendered(variant).all("Pod"))
+
+
+@each_variant
+def test_nothing_has_a_capability_that_it_does_not_need(variant: str) -> None:
+    rdma = VARIANTS[variant].get("rdma", {}).get("enabled", False)
+    for name, _, container in own_containers(variant):
+        capabilities = container["securityContext"]["capabilities"]
+        assert capabilities["drop"] == ["ALL"], name
+        needed = ["IPC_LOCK"] if rdma and name.startswith(WORKERS) else []
+        assert capabilities.get("add", []) == needed, name
+
+
+@each_variant
+def test_only_volumes_can_be_written(variant: str) -> None:
+    for name, spec, container in own_containers(variant):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True, name
+        assert not [volume for volume in spec.get("volumes", ()) if "hostPath" in volume], name
+        for key in ("hostPID", "hostIPC"):
+            assert key not in spec, name
+
+
+@each_variant
+def test_only_the_head_of_an_autoscaling_cluster_has_a_token(variant: str) -> None:
+    values = VARIANTS[variant]
+    everywhere = values.get("serviceAccount", {}).get("automountToken", False)
+    scales = values.get("autoscaling", {}).get("enabled", False)
+    for name, spec in rendered(variant).pod_specs():
+        wanted = everywhere and not name.startswith("Pod ")
+        assert spec["automountServiceAccountToken"] == (wanted or (scales and name == "head")), name
+
+
+def test_roles_may_do_what_rays_autoscaler_does_and_no_more() -> None:
+    role = rendered("autoscaling").one("Role")
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": ["ray.io"], "resources": ["rayclusters"], "verbs": ["get", "patch"]},
+    ]
+    assert not rendered("defaults").all("Role")
+    for variant in VARIANTS:
+        assert not rendered(variant).all("ClusterRole")
+        assert not rendered(variant).all("ClusterRoleBinding")
+
+
+@each_variant
+def test_no_secret_stands_in_a_pod_or_in_the_application(variant: str) -> None:
+    secrets = VARIANTS[variant].get("secrets", {})
+    words = [
+        *secrets.get("apiKeys", {}).get("create", []),
+        secrets.get("hubToken", {}).get("create"),
+    ]
+    shown = str([each for each in rendered(variant).objects if each["kind"] != "Secret"])
+    assert not [word for word in words if word and word in shown]
+
+
+# --- how it is looked after ----------------------------------------------------------------------
+
+
+def test_b120_pods_without_a_replica_become_ready_by_ray_alone() -> None:
+    for role, template in rendered("defaults").pods().items():
+        (container,) = template["spec"]["containers"]
+        ready = container["readinessProbe"]["httpGet"]
+        alive = container["livenessProbe"]["httpGet"]
+        assert alive == {"path": "/api/local_raylet_healthz", "port": 52365}, role
+        if role == "router":
+            assert ready["path"].startswith("/ready"), "it has the API, and takes requests by this"
+        elif role == "head":
+            assert ready["path"] == "/api/gcs_healthz"
+        else:
+            assert ready == alive, f"{role}: no Serve proxy or replica is asked"
+
+
+def test_b120_a_slow_first_start_is_the_startup_probes_matter() -> None:
+    for role, template in rendered("defaults").pods().items():
+        (container,) = template["spec"]["containers"]
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 300, role
+
+
+def with_probes(**probes: Object) -> dict[str, Object]:
+    """The first container of each group, with these values for the probes of all groups."""
+    values = {role: dict(probes) for role in ("head", "router", *WORKERS)}
+    values["mixed"]["replicas"] = 1
+    pods = render(values).pods()
+    assert pods.keys() == values.keys()
+    return {role: template["spec"]["containers"][0] for role, template in pods.items()}
+
+
+def test_b120_the_probes_of_each_group_can_be_replaced() -> None:
+    given = {"exec": {"command": ["true"]}, "periodSeconds": 7}
+    for role, container in with_probes(**dict.fromkeys(PROBES, given)).items():
+        assert [container[probe] for probe in PROBES] == [given] * 3, role
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_b120_each_probe_can_be_left_out(probe: str) -> None:
+    for role, container in with_probes(**{probe: {"enabled": False}}).items():
+        assert {*PROBES} & container.keys() == {*PROBES} - {probe}, role
+
+
+def test_b122_it_needs_no_gpu_no_token_and_no_storage() -> None:
+    chart = rendered("defaults")
+    kinds = {thing["kind"] for thing in chart.objects}
+    assert "PersistentVolumeClaim" not in kinds
+    assert kinds <= {
+        "RayService", "Service", "ServiceAccount", "Secret", "NetworkPolicy",
+        "PodDisruptionBudget", "Pod",
+    }  # fmt: skip
+    text = str(chart.objects)
+    for word in ("nvidia.com/gpu", "rdma/", "HF_TOKEN", "persistentVolumeClaim", "api-keys"):
+        assert word not in text, word
+    for role in ("prefill", "decode"):
+        assert chart.serve_args()[role]["device"] == "cpu"
+
+
+# --- how it ends ---------------------------------------------------------------------------------
+
+
+def grace(chart: Rendered, role: str) -> tuple[int, int]:
+    """Seconds until a pod is killed, and those that its work gets of them."""
+    spec = chart.pods()[role]["spec"]
+    command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    seconds: int = spec["terminationGracePeriodSeconds"]
+    return seconds, int(command[command.index("--deadline") + 1])
+
+
+@pytest.mark.parametrize("drain_s", [None, 0, 45, 0.5, 300])
+def test_a_worker_has_the_time_of_a_drain(drain_s: float | None) -> None:
+    config = {} if drain_s is None else {"drain_s": drain_s}
+    seconds, leave = grace(render({"decode": {"config": config}}), "decode")
+    drain = 30 if drain_s is None else drain_s
+    assert leave >= drain + 10, "Serve gives a worker ten seconds more"
+    assert seconds >= leave + 10, "and Ray has to end after that"
+
+
+@pytest.mark.parametrize("timeout_s", [None, 20, 300, 7200])
+def test_a_router_has_the_time_of_its_longest_request_up_to_a_cap(timeout_s: int | None) -> None:
+    config = {} if timeout_s is None else {"request_timeout_s": timeout_s}
+    seconds, leave = grace(render({"router": {"config": config}}), "router")
+    assert leave >= min(timeout_s or 600, 870)
+    assert leave < seconds <= 960
+
+
+def test_what_the_values_say_of_the_end_holds() -> None:
+    chart = render({"decode": {"terminationGracePeriodSeconds": 77}})
+    assert chart.pods()["decode"]["spec"]["terminationGracePeriodSeconds"] == 77

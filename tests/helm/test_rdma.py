@@ -1,0 +1,174 @@
+"""What pods need for KV by RDMA and GPUDirect, item by item, and that nobody else gets it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.chart import Object, Rendered, refusal, render, value_set
+
+RDMA_SETS = ("gpu-rdma", "gke", "eks-efa", "openshift")
+WORKERS = ("prefill", "decode")
+GPU_TRANSPORTS = {"cuda_copy", "cuda_ipc"}  # without them UCX does not reach a GPU's memory
+
+
+@cache
+def chart(name: str) -> Rendered:
+    return render(value_set(name))
+
+
+def container(name: str | Rendered, role: str) -> Object:
+    rendered = chart(name) if isinstance(name, str) else name
+    first: Object = rendered.pods()[role]["spec"]["containers"][0]
+    return first
+
+
+def environment(name: str | Rendered, role: str) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in container(name, role)["env"]}
+
+
+@pytest.mark.parametrize("role", WORKERS)
+@pytest.mark.parametrize(
+    ("name", "resource"),
+    [("gpu-rdma", "rdma/ib"), ("eks-efa", "vpc.amazonaws.com/efa"), ("openshift", "rdma/roce_gdr")],
+)
+def test_an_adapter_for_each_gpu_in_requests_and_limits(
+    name: str, resource: str, role: str
+) -> None:
+    resources = container(name, role)["resources"]
+    for kind in ("requests", "limits"):
+        assert resources[kind][resource] == resources[kind]["nvidia.com/gpu"] == 1, kind
+        assert resources[kind]["memory"], "what the values say besides stays"
+
+
+def test_gke_gives_adapters_as_interfaces() -> None:
+    for role in WORKERS:
+        assert container("gke", role)["resources"]["limits"].keys() == {"memory", "nvidia.com/gpu"}
+        annotations = chart("gke").pods()[role]["metadata"]["annotations"]
+        assert '"network": "rdma-0"' in annotations["networking.gke.io/interfaces"]
+
+
+@pytest.mark.parametrize("name", RDMA_SETS)
+def test_memory_may_be_locked_and_nothing_else(name: str) -> None:
+    for role in WORKERS:
+        context = container(name, role)["securityContext"]
+        assert context["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert context["allowPrivilegeEscalation"] is False
+
+
+@pytest.mark.parametrize("name", RDMA_SETS)
+def test_shared_memory_is_large_and_in_memory(name: str) -> None:
+    for role in WORKERS:
+        spec = chart(name).pods()[role]["spec"]
+        (volume,) = (
+            mount["name"]
+            for mount in spec["containers"][0]["volumeMounts"]
+            if mount["mountPath"] == "/dev/shm"
+        )
+        (source,) = (each["emptyDir"] for each in spec["volumes"] if each["name"] == volume)
+        assert source == {"medium": "Memory", "sizeLimit": "16Gi"}
+
+
+@pytest.mark.parametrize("role", WORKERS)
+def test_the_environment_of_ucx(role: str) -> None:
+    env = environment("gpu-rdma", role)
+    assert {"rc_x", "rc", "dc_x", "dc"} | GPU_TRANSPORTS <= set(env["UCX_TLS"].split(","))
+    assert env["UCX_NET_DEVICES"] == "mlx5_0:1"
+    assert env["UCX_RNDV_SCHEME"] == "get_zcopy"
+    assert env["UCX_RNDV_THRESH"] == "0"
+    assert env["UCX_IB_REG_METHODS"] == "odp,rcache"
+    assert env["UCX_RC_TIMEOUT"] == "600s"
+    assert not {"UCX_IB_GID_INDEX", "UCX_IB_ADDR_TYPE"} & env.keys(), "InfiniBand needs neither"
+
+
+@pytest.mark.parametrize("name", ["gke", "openshift"])
+def test_roce_has_a_gid_and_addresses_of_ethernet(name: str) -> None:
+    for role in WORKERS:
+        env = environment(name, role)
+        assert (env["UCX_IB_GID_INDEX"], env["UCX_IB_ADDR_TYPE"]) == ("3", "eth")
+
+
+def test_efa_has_its_own_transport_and_no_rc() -> None:
+    transports = set(environment("eks-efa", "decode")["UCX_TLS"].split(","))
+    assert GPU_TRANSPORTS | {"srd"} <= transports
+    assert not {"rc", "rc_x", "dc", "dc_x"} & transports
+
+
+def test_on_efa_prefill_keeps_away_from_nodes_with_decode() -> None:
+    affinity = chart("eks-efa").pods()["prefill"]["spec"]["affinity"]["podAntiAffinity"]
+    (term,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    decode = chart("eks-efa").pods()["decode"]["metadata"]["labels"]
+    wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    assert wanted.items() <= decode.items()
+
+
+@pytest.mark.parametrize("name", RDMA_SETS)
+def test_the_engines_are_told_the_same_as_the_environment(name: str) -> None:
+    args = chart(name).serve_args()
+    for role in WORKERS:
+        env = environment(name, role)
+        assert args[role]["transport"] == "nixl"
+        assert args[role]["device"] == "cuda"
+        assert args[role]["ucx_tls"] == env["UCX_TLS"]
+        assert args[role].get("net_devices", "") == env.get("UCX_NET_DEVICES", "")
+
+
+def test_multus_gives_a_second_network() -> None:
+    for role in WORKERS:
+        annotations = chart("openshift").pods()[role]["metadata"]["annotations"]
+        assert annotations["k8s.v1.cni.cncf.io/networks"] == "multi-nic-compute"
+
+
+def test_pods_on_their_nodes_network_still_find_services() -> None:
+    nodes = {"networkPolicy": {"nodeCIDRs": ["10.0.0.0/16"]}}
+    made = render({"rdma": {"enabled": True, "hostNetwork": True}, **nodes})
+    for role in WORKERS:
+        spec = made.pods()[role]["spec"]
+        assert spec["hostNetwork"] is True
+        assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    for role in ("router", "head"):
+        assert "hostNetwork" not in made.pods()[role]["spec"]
+
+
+@pytest.mark.parametrize("name", RDMA_SETS)
+def test_routers_and_head_get_none_of_it(name: str) -> None:
+    for role in ("router", "head"):
+        own = container(name, role)
+        assert own["resources"]["limits"].keys() == {"memory"}
+        assert own["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not [variable for variable in environment(name, role) if variable[:4] == "UCX_"]
+        annotations = chart(name).pods()[role]["metadata"].get("annotations", {})
+        assert not {key for key in annotations if "cni.cncf.io" in key or "gke.io" in key}
+
+
+def test_a_role_may_stay_out_of_it() -> None:
+    values = value_set("gpu-rdma")
+    values["prefill"]["rdma"] = False
+    made = render(values)
+    assert "rdma/ib" not in container(made, "prefill")["resources"]["limits"]
+    assert container(made, "prefill")["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container(made, "decode")["resources"]["limits"]["rdma/ib"] == 1
+
+
+def test_variables_given_for_rdma_win() -> None:
+    env: dict[str, Any] = {"UCX_TLS": "rc", "UCX_RC_TIMEOUT": "10s"}
+    made = render({"rdma": {"enabled": True, "env": env}})
+    assert environment(made, "decode")["UCX_TLS"] == "rc"
+    assert environment(made, "decode")["UCX_RC_TIMEOUT"] == "10s"
+
+
+def test_without_rdma_there_is_nothing_of_it() -> None:
+    made = render()
+    for role in ("head", "router", *WORKERS):
+        own = container(made, role)
+        assert own["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert own["resources"]["limits"].keys() == {"memory"}
+        assert not [variable for variable in environment(made, role) if variable[:4] == "UCX_"]
+    assert made.serve_args()["decode"]["transport"] == "tcp"
+
+
+def test_host_network_needs_the_nodes_addresses() -> None:
+    message = refusal({"rdma": {"enabled": True, "hostNetwork": True}})
+    assert "networkPolicy.nodeCIDRs" in message
