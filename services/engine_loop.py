@@ -34,7 +34,9 @@ class Handler(Protocol):
         """At least four times a second, and before each step: deadlines and leases."""
 
     def flush(self, now: float) -> None:
-        """Commands, tick and step are done: pass on what they produced."""
+        """Pass on what commands, ticks and outputs have produced: before a step, in its pauses and
+        after it.
+        """
 
     def fail(self, reason: str) -> None:
         """The engine has failed; nothing will be called any more."""
@@ -118,11 +120,12 @@ class EngineLoop:
             self._handler.fail(f"the engine failed: {error!r}")
 
     def _turn(self) -> None:
-        """Tick, step if there is work, flush."""
+        """Tick, then step if there is work; flush before and after."""
         now = ended = self._clock()
         rows: Sequence[Row] = ()
         self._handler.tick(now)
         if self._engine.has_work:
+            self._handler.flush(now)  # nobody's answer waits for the step
             now = self._clock()
             outputs = self._engine.step(now)
             ended = self._clock()

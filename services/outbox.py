@@ -18,7 +18,7 @@ class Peer(Protocol):
 
 
 class Outbox:
-    """Messages that the engine's thread has made, handed over once per step.
+    """Messages that the engine's thread has made, handed over some at a time.
 
     ``deliver`` takes a list of (peer, messages) and must be thread-safe.
     """

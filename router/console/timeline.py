@@ -91,7 +91,7 @@ def _of_attempt(attempt: AttemptSeen, since: float, until: float | None) -> list
         return spans
     if not attempt.prefill or not attempt.decode:
         return [*spans, Span("decode", first, until, maker)]
-    moved = attempt.pulled_at if attempt.pulled_at is not None else attempt.next_at
+    moved = _moved_at(attempt)
     if moved is None:
         return [*spans, Span("lost" if failed else "transfer", first, until, attempt.decode)]
     # Early parts may have moved all of it before the first token was even known.
@@ -101,6 +101,15 @@ def _of_attempt(attempt: AttemptSeen, since: float, until: float | None) -> list
         Span("transfer", first, moved, attempt.decode),
         Span("decode", moved, until, attempt.decode),
     ]
+
+
+def _moved_at(attempt: AttemptSeen) -> float | None:
+    """When D had the KV. As for the metrics it is what D's own clock leaves of the time until its
+    first token, once that has come; until then, when we heard of it.
+    """
+    if attempt.next_at is not None and attempt.step_s:
+        return attempt.next_at - attempt.step_s - attempt.admit_s
+    return attempt.pulled_at if attempt.pulled_at is not None else attempt.next_at
 
 
 def _retries(attempts: tuple[AttemptSeen, ...]) -> tuple[tuple[float, str], ...]:

@@ -69,6 +69,15 @@ def test_a_request_over_two_workers() -> None:
     ]
 
 
+def test_news_of_the_kv_that_come_late_do_not_make_the_transfer_longer() -> None:
+    """As where they come with the token: the worker's clock says when it began to decode."""
+    late = replace(PAIR, pulled_at=0.36, next_at=0.36, admit_s=0.01, step_s=0.03)
+    assert rows(seen(late))[-2:] == [
+        ("transfer", 0.30, 0.32, "d1"),
+        ("decode", 0.32, 0.5, "d1"),
+    ]
+
+
 def test_spans_leave_no_gap_and_do_not_overlap() -> None:
     lost = replace(PAIR, first_at=None, handed_at=None, pulled_at=None, next_at=None,
                    ended_at=0.2, failure="prefill lost")  # fmt: skip

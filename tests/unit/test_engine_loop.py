@@ -146,6 +146,17 @@ def test_a_pause_runs_what_may_come_within_a_step_and_keeps_the_order(box: Box) 
     assert ran == ["first", "second", "after the step", "behind it"]
 
 
+def test_what_a_command_has_to_say_does_not_wait_for_the_next_step(box: Box) -> None:
+    ran: list[str] = []
+    seen: list[list[str]] = []
+    box.handler.on_flush = lambda: seen.append(list(ran))
+    box.loop.submit(lambda: ran.append("pulled"))
+    box.add(b"a")
+    box.loop.start()
+    box.runner.entered.get(timeout=WAIT_S)  # the step is under way, and waits for us
+    assert ["pulled"] in seen
+
+
 def test_an_end_that_is_met_in_a_pause_ends_the_loop(box: Box) -> None:
     box.runner.pause = box.loop.pause
     box.loop.start()
@@ -222,9 +233,11 @@ def test_each_turn_is_told_once_its_tokens_are_passed_on(box: Box) -> None:
     box.handler.on_flush = lambda: flushed.append(not box.handler.said.empty())
 
     def observe(rows: Sequence[Row], began: float, ended: float) -> None:
-        assert len(flushed) == 1, "a turn was not told, or before its flush"
-        if rows:
-            assert flushed == [True], "before its tokens were passed on"
+        if rows:  # flushed before its step, when nothing was said, and after it
+            assert len(flushed) == 2, "a turn was not told, or before its flush"
+            assert flushed[-1], "before its tokens were passed on"
+        else:
+            assert len(flushed) == 1, "a turn was not told, or before its flush"
         flushed.clear()
         turns.put((len(rows), sum(len(row.ids) for row in rows), began, ended))
 
