@@ -1,0 +1,217 @@
+"""What the chart tells Serve is what our code takes: loaded for all sets of values, run for one.
+
+``services.app.build_app`` and ``baton serve --config`` read the same keys by the same function.
+"""
+
+import copy
+import subprocess
+from typing import Any
+
+import pytest
+
+from services.config import from_yaml
+from services.resolve import Machine, ModelFacts, resolve_shared, resolve_worker
+from tests.support.chart import VALUE_SETS, Rendered, chart_values, render, value_set
+from tests.support.ray_pods import RayPods, ray_pods
+from tests.support.serving import BATON, until
+
+MODEL = ModelFacts("model", max_model_len=8192, num_layers=2, num_kv_heads=2, head_dim=64)
+HEAD = Machine(cores=1, memory_bytes=2 * 2**30, one_host=False)  # builds the application
+GPU_POD = Machine(
+    cores=8, memory_bytes=64 * 2**30, cuda=True, cuda_bytes=80 * 2**30, one_host=False
+)
+PROMPT = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+
+
+def with_value(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of ``values`` in which the key at "a.b" is another."""
+    changed = copy.deepcopy(values)
+    *blocks, key = path.split(".")
+    at = changed
+    for block in blocks:
+        at = at.setdefault(block, {})
+    at[key] = value
+    return changed
+
+
+def rendered(name: str) -> Rendered:
+    return render(value_set(name) if name else {})
+
+
+def deployments(chart: Rendered) -> dict[str, Any]:
+    (application,) = chart.serve_config()["applications"]
+    return {each["name"]: each for each in application["deployments"]}
+
+
+@pytest.mark.parametrize("name", ["", *VALUE_SETS])
+def test_every_set_of_values_is_a_configuration(name: str) -> None:
+    chart = rendered(name)
+    config = from_yaml(chart.serve_args())
+    shared = resolve_shared(config, HEAD, MODEL)
+    for role, pool in config.pools():
+        group = chart.pods()[role]["spec"]["containers"][0]["resources"]
+        has_gpu = any("gpu" in resource for resource in group["limits"])
+        assert pool.engine.device == ("cuda" if has_gpu else "cpu")
+        machine = GPU_POD if has_gpu else HEAD
+        engine = getattr(resolve_worker(role, shared, machine, MODEL), role).engine
+        assert engine.dtype == ("bfloat16" if has_gpu else "float32")
+        assert engine.threads == pool.engine.threads > 0  # said, as pods see all of a node's cores
+    assert config.workers_per_host == 1
+
+
+@pytest.mark.parametrize("name", ["", *VALUE_SETS])
+def test_a_replica_fits_the_pods_of_its_role_and_no_others(name: str) -> None:
+    chart = rendered(name)
+    groups = {group["groupName"]: group for group in chart.cluster()["workerGroupSpecs"]}
+    head = chart.cluster()["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert "baton/role" not in head.get("labels", {})
+    names = {"router": "Router", "prefill": "PrefillWorker", "decode": "DecodeWorker"}
+    assert {names[role] for role in groups} == set(deployments(chart))
+    for role, group in groups.items():
+        wants = deployments(chart)[names[role]]
+        options = wants["ray_actor_options"]
+        assert options["label_selector"] == group["labels"] == {"baton/role": role}
+        assert group["template"]["metadata"]["labels"]["baton/role"] == role
+        start = group["rayStartParams"]
+        assert str(options["num_cpus"]) == start["num-cpus"]
+        assert str(options.get("num_gpus", 0)) == start.get("num-gpus", "0")
+        assert group["minReplicas"] <= wants["num_replicas"] <= group["maxReplicas"]
+        # a new replica before an old one goes, only where there is a pod for it
+        assert wants["max_surge_percent"] == (wants["num_replicas"] < group["maxReplicas"])
+
+
+def test_a_pool_of_mixed_workers_alone() -> None:
+    chart = render(
+        {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 3}}
+    )
+    assert [pool for pool, _ in from_yaml(chart.serve_args()).pools()] == ["mixed"]
+    assert set(deployments(chart)) == {"Router", "MixedWorker"}
+    assert set(chart.pods()) == {"head", "router", "mixed"}
+
+
+def test_a_role_s_own_config_wins() -> None:
+    values = {
+        "kvTransfer": {"transport": "nixl"},
+        "slo": {"ttftSeconds": 3, "tpotSeconds": 0.2},
+        "router": {"config": {"slo_ttft_s": 4.0}},
+        "prefill": {"config": {"transport": "tcp", "threads": 7, "drain_s": 5}},
+        "decode": {"config": {"transport": "tcp", "device": "auto"}},
+    }
+    config = from_yaml(render(values).serve_args())
+    assert (config.router.slo_ttft_s, config.router.slo_tpot_s) == (4.0, 0.2)
+    assert (config.prefill.transport, config.prefill.engine.threads) == ("tcp", 7)
+    assert config.prefill.drain_s == 5
+    assert config.decode.engine.device == "auto"
+
+
+@pytest.mark.parametrize(
+    ("resources", "threads"),
+    [
+        ({"limits": {"cpu": 4}, "requests": {"cpu": "2"}}, 4),
+        ({"limits": {"cpu": None}, "requests": {"cpu": "2500m"}}, 2),
+        ({"requests": {"cpu": "500m"}}, 1),
+        ({"requests": {"cpu": "3.5"}}, 3),
+        ({"requests": {"cpu": None}}, 0),  # nothing is known: the worker looks for itself
+    ],
+)
+def test_threads_are_the_pod_s_processors(resources: dict[str, Any], threads: int) -> None:
+    config = from_yaml(render({"prefill": {"resources": resources}}).serve_args())
+    assert config.prefill.engine.threads == threads
+
+
+def test_changing_numbers_leaves_what_replicas_are_told_as_it_is() -> None:
+    """Serve restarts all replicas when ``args`` change, and none for the rest."""
+    few = render({})
+    many = render(
+        {"router": {"replicas": 5}, "prefill": {"replicas": 4}, "decode": {"replicas": 3}}
+    )
+    assert few.serve_args() == many.serve_args()
+    wanted = {name: each["num_replicas"] for name, each in deployments(many).items()}
+    assert wanted == {"Router": 5, "PrefillWorker": 4, "DecodeWorker": 3}
+    assert deployments(many)["Router"]["user_config"] == {"workers": {"prefill": 4, "decode": 3}}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("config.model", "org/other"),
+        ("config.tracing_ratio", 0.5),
+        ("router.config.max_queue", 3),
+        ("prefill.config.token_budget", 99),
+        ("decode.config.max_num_seqs", 9),
+        ("slo.ttftSeconds", 9),
+        ("kvTransfer.transport", "nixl"),
+        ("secrets.apiKeys.existingSecret", "keys"),
+    ],
+)
+def test_a_changed_value_is_a_changed_application(path: str, value: Any) -> None:
+    """B126: ``args`` are Serve's version of the application: another one is rolled out."""
+    base = chart_values()
+    assert render(with_value({}, path, value)).serve_args() != render(base).serve_args()
+    # and where a rollout in place is not wanted, the pods change with it
+    new_cluster = with_value({}, "ray.upgradeStrategy.onConfigChange", "NewCluster")
+    before, after = render(new_cluster), render(with_value(new_cluster, path, value))
+    mark = "baton/config"
+    marks = [each.pods()["head"]["metadata"]["annotations"][mark] for each in (before, after)]
+    assert marks[0] != marks[1]
+    assert "annotations" not in render({}).pods()["head"]["metadata"]
+
+
+def test_the_rendered_config_serves_and_a_changed_value_changes_it(full: bool) -> None:
+    """B126 on a real Ray, with a node for each pod of cpu-laptop."""
+    values = value_set("cpu-laptop")
+    with ray_pods("router", "prefill", "decode") as pods:
+        deploy(pods, values)
+        answer = pods.post("/v1/completions", PROMPT)
+        assert answer["choices"][0]["text"].startswith(" Paris")
+        placed = {name: [ip for ip, _ in places] for name, places in pods.replicas().items()}
+        assert placed == {
+            "Router": [pods.ips["router"]],
+            "PrefillWorker": [pods.ips["prefill"]],
+            "DecodeWorker": [pods.ips["decode"]],
+        }
+        before = ids(pods)
+        values = with_value(values, "config.served_model_name", "renamed")
+        values = with_value(values, "decode.config.max_num_seqs", 7)
+        deploy(pods, values)
+        assert not before & ids(pods)
+        assert pods.get("/v1/models")[1]["data"][0]["id"] == "renamed"
+        assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
+        if full:
+            scale_and_leave(pods, values)
+
+
+def deploy(pods: RayPods, values: dict[str, Any]) -> None:
+    pods.deploy(render(values).serve_config())
+    until(pods.runs, "deployed", 180)
+    until(lambda: pods.get("/ready")[0] == 200, "ready", 60)
+
+
+def ids(pods: RayPods) -> set[str]:
+    """Of the router and of the workers: each incarnation has one of its own."""
+    _, state = pods.get("/internal/state")
+    return {state["router"], *(worker["id"] for worker in state["workers"])}
+
+
+def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
+    """One more prefill pod changes nobody else; then the first one goes, as its preStop says."""
+    before = ids(pods)
+    first, second = pods.ips["prefill"], pods.add("prefill")
+    deploy(pods, with_value(values, "prefill.replicas", 2))
+    until(lambda: len(pods.workers("prefill")) == 2, "two prefill workers")
+    assert before < ids(pods)
+    target = 'baton_autoscale_replicas{kind="target",model="renamed",role="prefill"} 2.0'
+    assert target in pods.text("/metrics")
+
+    stream = pods.stream("/v1/completions", PROMPT | {"max_tokens": 60, "ignore_eos": True})
+    chunks = [next(stream)]
+    command = [BATON, "leave", "--address", pods.address, "--node-ip", first, "--deadline", "60"]
+    left = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (left.returncode, left.stdout) == (0, "no replica is left on this node\n"), left.stderr
+    chunks += stream
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert reasons[-1] == "length"
+    there = [ip for ip, state in pods.replicas()["PrefillWorker"] if state == "RUNNING"]
+    assert there == [second]
+    assert pods.post("/v1/completions", PROMPT)["choices"][0]["text"].startswith(" Paris")
