@@ -18,15 +18,10 @@ import time
 from typing import Any
 
 import ray
-from ray import serve
-from ray._raylet import GcsClient
+from ray import _raylet, serve
 from ray.core.generated import autoscaler_pb2
 
 POLL_S = 0.5  # Serve tells nobody when a replica has stopped
-# The reason that is accepted while actors run.
-REASON = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-
-log = logging.getLogger(__name__)
 
 
 def run_leave(address: str, node_ip: str, deadline_s: float) -> int:
@@ -55,9 +50,12 @@ def run_leave(address: str, node_ip: str, deadline_s: float) -> int:
 
 def drain_node(gcs_address: str, node_id: str, deadline_s: float) -> None:
     """Tell Ray that a node goes after ``deadline_s``. Ray itself ends nothing by that."""
+    raylet: Any = _raylet  # neither of the two has types
+    pb2: Any = autoscaler_pb2
+    why = pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # taken while actors run, too
     deadline_ms = int((time.time() + deadline_s) * 1000)
-    client = GcsClient(address=gcs_address)
-    accepted, reason = client.drain_node(node_id, REASON, "its pod ends", deadline_ms)
+    client = raylet.GcsClient(address=gcs_address)
+    accepted, reason = client.drain_node(node_id, why, "its pod ends", deadline_ms)
     if not accepted:
         raise RuntimeError(f"Ray does not let node {node_id} go: {reason}")
 

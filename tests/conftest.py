@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 DEPLOYMENTS = (
     "chaos",
     "serve",
-    "helm/test_serve_config.py",
+    "helm/test_rendered_serves.py",
     "integration/test_proof.py",
     "integration/test_loadtest_command.py",
 )

@@ -1,37 +1,29 @@
-"""What the chart tells Serve is what our code takes: loaded for all sets of values, run for one.
+"""What the chart tells Serve is what our code takes, for all sets of values.
 
-``services.app.build_app`` and ``baton serve --config`` read the same keys by the same function.
+``services.app.build_app`` and ``baton serve --config`` read the same keys by the same function. One
+set is run by test_rendered_serves.py.
 """
 
-import copy
-import subprocess
 from typing import Any
 
 import pytest
 
 from services.config import from_yaml
 from services.resolve import Machine, ModelFacts, resolve_shared, resolve_worker
-from tests.support.chart import VALUE_SETS, Rendered, chart_values, render, value_set
-from tests.support.ray_pods import RayPods, ray_pods
-from tests.support.serving import BATON, until
+from tests.support.chart import (
+    VALUE_SETS,
+    Rendered,
+    chart_values,
+    render,
+    value_set,
+    with_value,
+)
 
 MODEL = ModelFacts("model", max_model_len=8192, num_layers=2, num_kv_heads=2, head_dim=64)
 HEAD = Machine(cores=1, memory_bytes=2 * 2**30, one_host=False)  # builds the application
 GPU_POD = Machine(
     cores=8, memory_bytes=64 * 2**30, cuda=True, cuda_bytes=80 * 2**30, one_host=False
 )
-PROMPT = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-
-
-def with_value(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of ``values`` in which the key at "a.b" is another."""
-    changed = copy.deepcopy(values)
-    *blocks, key = path.split(".")
-    at = changed
-    for block in blocks:
-        at = at.setdefault(block, {})
-    at[key] = value
-    return changed
 
 
 def rendered(name: str) -> Rendered:
@@ -109,7 +101,7 @@ def test_a_role_s_own_config_wins() -> None:
     ("resources", "threads"),
     [
         ({"limits": {"cpu": 4}, "requests": {"cpu": "2"}}, 4),
-        ({"limits": {"cpu": None}, "requests": {"cpu": "2500m"}}, 2),
+        ({"requests": {"cpu": "2500m"}}, 2),
         ({"requests": {"cpu": "500m"}}, 1),
         ({"requests": {"cpu": "3.5"}}, 3),
         ({"requests": {"cpu": None}}, 0),  # nothing is known: the worker looks for itself
@@ -156,62 +148,3 @@ def test_a_changed_value_is_a_changed_application(path: str, value: Any) -> None
     marks = [each.pods()["head"]["metadata"]["annotations"][mark] for each in (before, after)]
     assert marks[0] != marks[1]
     assert "annotations" not in render({}).pods()["head"]["metadata"]
-
-
-def test_the_rendered_config_serves_and_a_changed_value_changes_it(full: bool) -> None:
-    """B126 on a real Ray, with a node for each pod of cpu-laptop."""
-    values = value_set("cpu-laptop")
-    with ray_pods("router", "prefill", "decode") as pods:
-        deploy(pods, values)
-        answer = pods.post("/v1/completions", PROMPT)
-        assert answer["choices"][0]["text"].startswith(" Paris")
-        placed = {name: [ip for ip, _ in places] for name, places in pods.replicas().items()}
-        assert placed == {
-            "Router": [pods.ips["router"]],
-            "PrefillWorker": [pods.ips["prefill"]],
-            "DecodeWorker": [pods.ips["decode"]],
-        }
-        before = ids(pods)
-        values = with_value(values, "config.served_model_name", "renamed")
-        values = with_value(values, "decode.config.max_num_seqs", 7)
-        deploy(pods, values)
-        assert not before & ids(pods)
-        assert pods.get("/v1/models")[1]["data"][0]["id"] == "renamed"
-        assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
-        if full:
-            scale_and_leave(pods, values)
-
-
-def deploy(pods: RayPods, values: dict[str, Any]) -> None:
-    pods.deploy(render(values).serve_config())
-    until(pods.runs, "deployed", 180)
-    until(lambda: pods.get("/ready")[0] == 200, "ready", 60)
-
-
-def ids(pods: RayPods) -> set[str]:
-    """Of the router and of the workers: each incarnation has one of its own."""
-    _, state = pods.get("/internal/state")
-    return {state["router"], *(worker["id"] for worker in state["workers"])}
-
-
-def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
-    """One more prefill pod changes nobody else; then the first one goes, as its preStop says."""
-    before = ids(pods)
-    first, second = pods.ips["prefill"], pods.add("prefill")
-    deploy(pods, with_value(values, "prefill.replicas", 2))
-    until(lambda: len(pods.workers("prefill")) == 2, "two prefill workers")
-    assert before < ids(pods)
-    target = 'baton_autoscale_replicas{kind="target",model="renamed",role="prefill"} 2.0'
-    assert target in pods.text("/metrics")
-
-    stream = pods.stream("/v1/completions", PROMPT | {"max_tokens": 60, "ignore_eos": True})
-    chunks = [next(stream)]
-    command = [BATON, "leave", "--address", pods.address, "--node-ip", first, "--deadline", "60"]
-    left = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (left.returncode, left.stdout) == (0, "no replica is left on this node\n"), left.stderr
-    chunks += stream
-    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
-    assert reasons[-1] == "length"
-    there = [ip for ip, state in pods.replicas()["PrefillWorker"] if state == "RUNNING"]
-    assert there == [second]
-    assert pods.post("/v1/completions", PROMPT)["choices"][0]["text"].startswith(" Paris")

@@ -9,6 +9,7 @@ No cluster is asked: ``lookup`` finds nothing, and ``.Capabilities.APIVersions``
 groups only. The engine is Go in a shared library, loaded with the first rendering.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -118,6 +119,17 @@ def value_set(name: str) -> Object:
     """One of ``helm/baton/ci``."""
     values: Object = yaml.safe_load((CHART / "ci" / f"{name}.yaml").read_text())
     return values
+
+
+def with_value(values: Object, path: str, value: Any) -> Object:
+    """A copy of ``values`` in which the key at "a.b" is another."""
+    changed = copy.deepcopy(values)
+    *blocks, key = path.split(".")
+    at = changed
+    for block in blocks:
+        at = at.setdefault(block, {})
+    at[key] = value
+    return changed
 
 
 def lint(values: Object | None = None) -> list[str]:

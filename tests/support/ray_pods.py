@@ -1,8 +1,8 @@
 """A real Ray cluster on this host whose nodes stand for the pods of the chart.
 
 Each has an address of its own (127.0.0.x), one CPU and the label of its role, as KubeRay would
-start it; the Serve config goes to the head's dashboard, as KubeRay sends it. What a pod has besides,
-a network and a file system of its own, these nodes have not: HAProxy listens at the head only.
+start it; the Serve config goes to the head's dashboard, as KubeRay sends it. What a pod has besides
+is missing, a network and a file system of its own: HAProxy listens at the head only.
 """
 
 import contextlib

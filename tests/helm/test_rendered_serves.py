@@ -1,0 +1,76 @@
+"""The chart's Serve config on a real Ray, with a node for each pod of cpu-laptop."""
+
+import subprocess
+from typing import Any
+
+from services.app import DEPLOYMENTS
+from tests.support.chart import render, value_set, with_value
+from tests.support.ray_pods import RayPods, ray_pods
+from tests.support.serving import BATON, until
+
+PROMPT = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+
+
+def test_deployments_have_the_names_of_the_code() -> None:
+    (application,) = render({"mixed": {"replicas": 1}}).serve_config()["applications"]
+    names = {each["name"] for each in application["deployments"]}
+    assert names == {"Router", *DEPLOYMENTS.values()}
+
+
+def test_the_rendered_config_serves_and_a_changed_value_changes_it(full: bool) -> None:
+    """B126 on a real Ray, with a node for each pod of cpu-laptop."""
+    values = value_set("cpu-laptop")
+    with ray_pods("router", "prefill", "decode") as pods:
+        deploy(pods, values)
+        answer = pods.post("/v1/completions", PROMPT)
+        assert answer["choices"][0]["text"].startswith(" Paris")
+        placed = {name: [ip for ip, _ in places] for name, places in pods.replicas().items()}
+        assert placed == {
+            "Router": [pods.ips["router"]],
+            "PrefillWorker": [pods.ips["prefill"]],
+            "DecodeWorker": [pods.ips["decode"]],
+        }
+        before = ids(pods)
+        values = with_value(values, "config.served_model_name", "renamed")
+        values = with_value(values, "decode.config.max_num_seqs", 7)
+        deploy(pods, values)
+        assert not before & ids(pods)
+        assert pods.get("/v1/models")[1]["data"][0]["id"] == "renamed"
+        assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
+        if full:
+            scale_and_leave(pods, values)
+
+
+def deploy(pods: RayPods, values: dict[str, Any]) -> None:
+    pods.deploy(render(values).serve_config())
+    until(pods.runs, "deployed", 180)
+    until(lambda: pods.get("/ready")[0] == 200, "ready", 60)
+
+
+def ids(pods: RayPods) -> set[str]:
+    """Of the router and of the workers: each incarnation has one of its own."""
+    _, state = pods.get("/internal/state")
+    return {state["router"], *(worker["id"] for worker in state["workers"])}
+
+
+def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
+    """One more prefill pod changes nobody else; then the first one goes, as its preStop says."""
+    before = ids(pods)
+    first, second = pods.ips["prefill"], pods.add("prefill")
+    deploy(pods, with_value(values, "prefill.replicas", 2))
+    until(lambda: len(pods.workers("prefill")) == 2, "two prefill workers")
+    assert before < ids(pods)
+    target = 'baton_autoscale_replicas{kind="target",model="renamed",role="prefill"} 2.0'
+    assert target in pods.text("/metrics")
+
+    stream = pods.stream("/v1/completions", PROMPT | {"max_tokens": 60, "ignore_eos": True})
+    chunks = [next(stream)]
+    command = [BATON, "leave", "--address", pods.address, "--node-ip", first, "--deadline", "60"]
+    left = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (left.returncode, left.stdout) == (0, "no replica is left on this node\n"), left.stderr
+    chunks += stream
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert reasons[-1] == "length"
+    there = [ip for ip, state in pods.replicas()["PrefillWorker"] if state == "RUNNING"]
+    assert there == [second]
+    assert pods.post("/v1/completions", PROMPT)["choices"][0]["text"].startswith(" Paris")
