@@ -154,9 +154,12 @@ def _sentence(note: str) -> str:
 
 
 def _at(schema: Schema, path: tuple[str, ...]) -> Schema:
-    """The schema of a value."""
+    """The schema of a value; what it refers to is filled in."""
+    definitions = schema["definitions"]
     for key in path:
         schema = schema["properties"][key]
+        if "$ref" in schema:
+            schema = definitions[schema["$ref"].removeprefix("#/definitions/")] | schema
     return schema
 
 

@@ -126,7 +126,7 @@ OURS: dict[str, Schema] = {
     "minReplicas": whole(0, 512, null=True) | {"description": "least pods, with autoscaling"},
     "maxReplicas": whole(1, 512, null=True) | {"description": "most pods, with autoscaling"},
     ".router.config": router_schema(),
-    **{f".{role}.config": worker_schema() for role in ROLES[1:]},
+    "config": worker_schema(),
     "gpus": whole(0, 1),
     "gpuResource": text("the resource that a GPU is", pattern=r"^[\w.-]+/[\w.-]+$"),
     "shm.size": SIZE | {"description": "of /dev/shm; it counts against the memory limit"},

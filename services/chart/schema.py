@@ -4,7 +4,8 @@ Keys that are not in values.yaml are refused at every level that is the chart's 
 Kubernetes (an affinity, a toleration) is passed on, and checked by Kubernetes.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from services.chart.values import Value, ValuesError
@@ -12,6 +13,7 @@ from services.chart.values import Value, ValuesError
 Schema = dict[str, Any]
 
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+NESTED = ("array", "object")
 
 
 def rule_for(path: tuple[str, ...], rules: Mapping[str, Schema]) -> str | None:
@@ -22,19 +24,26 @@ def rule_for(path: tuple[str, ...], rules: Mapping[str, Schema]) -> str | None:
     return max(fitting, key=lambda key: (key.startswith("."), key.count(".")), default=None)
 
 
-def schema_of(value: Value, rules: Mapping[str, Schema]) -> Schema:
-    """The schema of one value, all below it included; raises ValuesError where it must be told."""
+def schema_of(value: Value, rules: Mapping[str, Schema], shared: Collection[str] = ()) -> Schema:
+    """The schema of one value, all below it included; raises ValuesError where it must be told.
+
+    Rules that are ``shared`` are only referred to.
+    """
     key = rule_for(value.path, rules) if value.path else None
     rule = dict(rules[key]) if key else {}
-    schema = rule if "type" in rule else _by_default(value, rules) | rule
+    if key in shared:
+        schema = {"$ref": f"#/definitions/{key}"}
+        schema |= {"description": rule["description"]} if "description" in rule else {}
+    else:
+        schema = rule if "type" in rule else _by_default(value, rules, shared) | rule
     if value.note:
         schema["description"] = value.note
     return schema
 
 
-def _by_default(value: Value, rules: Mapping[str, Schema]) -> Schema:
+def _by_default(value: Value, rules: Mapping[str, Schema], shared: Collection[str]) -> Schema:
     if value.children:
-        keys = {child.path[-1]: schema_of(child, rules) for child in value.children}
+        keys = {child.path[-1]: schema_of(child, rules, shared) for child in value.children}
         return {"type": "object", "additionalProperties": False, "properties": keys}
     if type(value.default) in TYPES:
         return {"type": TYPES[type(value.default)]}
@@ -45,14 +54,22 @@ def _by_default(value: Value, rules: Mapping[str, Schema]) -> Schema:
 
 
 def values_schema(values: Value, rules: Mapping[str, Schema]) -> Schema:
-    """The schema of a values.yaml; raises ValuesError for a rule that is for nothing in it."""
-    paths = [value.path for value in _all(values)]
-    used = {rule_for(path, rules) for path in paths} | {"global"}
-    if unused := rules.keys() - used:
+    """The schema of a values.yaml; raises ValuesError for a rule that is for nothing in it.
+
+    Rules for lists and mappings of several values stand in it once: Helm reads all of it each time.
+    """
+    uses = Counter(rule_for(value.path, rules) for value in _all(values))
+    if unused := rules.keys() - uses.keys() - {"global"}:
         raise ValuesError(f"rules for values that there are not: {', '.join(sorted(unused))}")
-    schema = schema_of(values, rules)
+    shared = [key for key, rule in rules.items() if uses[key] > 1 and rule.get("type") in NESTED]
+    schema = schema_of(values, rules, shared)
     schema["properties"]["global"] = dict(rules["global"])
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Baton"} | schema
+    definitions = {
+        key: {name: part for name, part in rules[key].items() if name != "description"}
+        for key in shared
+    }
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Baton"}
+    return head | schema | {"definitions": definitions}
 
 
 def _all(value: Value) -> list[Value]:

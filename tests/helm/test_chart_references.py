@@ -16,7 +16,7 @@ import yaml
 
 from services.cli import build_parser
 from services.config import from_yaml
-from tests.support.chart import ROOT, Rendered, render
+from tests.support.chart import ROOT, Rendered
 from tests.support.chart_references import (
     closed_ports,
     lost_mounts,
@@ -26,7 +26,7 @@ from tests.support.chart_references import (
     selectors_of_nothing,
     services_without_port,
 )
-from tests.support.chart_variants import LONG, VARIANTS
+from tests.support.chart_variants import LONG, VARIANTS, rendered
 
 
 def package(name: str) -> Path:
@@ -48,11 +48,6 @@ OPTIONS_OF_NOTHING = {"block"}  # KubeRay adds it itself
 AGENT_PORT = "52365"  # where every node's Ray agent answers probes
 
 CASES = [(variant, name) for variant in VARIANTS for name in ("baton", LONG)]
-
-
-@cache
-def rendered(variant: str, name: str = "baton") -> Rendered:
-    return render(VARIANTS[variant], name)
 
 
 each_case = pytest.mark.parametrize(("variant", "name"), CASES)

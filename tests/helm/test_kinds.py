@@ -6,14 +6,13 @@ by the projects' own CRDs if BATON_CRD_DIR names a folder that has them.
 """
 
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.chart import Rendered, lint, render
-from tests.support.chart_variants import VARIANTS
+from tests.support.chart import lint
+from tests.support.chart_variants import VARIANTS, rendered
 from tests.support.kinds import (
     core_error,
     newest_versions,
@@ -26,11 +25,6 @@ from tests.support.kinds import (
 
 CORE_GROUPS = ("", "apps", "batch", "networking.k8s.io", "policy", "rbac.authorization.k8s.io")
 VERSIONS = newest_versions(3)
-
-
-@cache
-def rendered(variant: str) -> Rendered:
-    return render(VARIANTS[variant])
 
 
 def is_core(thing: dict[str, Any]) -> bool:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 
 from tests.support.chart import Object, Rendered, render
-from tests.support.chart_variants import VARIANTS
+from tests.support.chart_variants import VARIANTS, rendered
 
 OWN = ("ray-head", "ray-worker", "test")  # the other containers are the user's
 WORKERS = ("prefill", "decode", "mixed")
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-
-
-@cache
-def rendered(variant: str) -> Rendered:
-    return render(VARIANTS[variant])
 
 
 def own_containers(variant: str) -> Iterator[tuple[str, Object, Object]]:

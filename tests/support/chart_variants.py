@@ -1,8 +1,9 @@
 """Values for tests that look at the chart from all sides: all that is optional on, all off."""
 
+from functools import cache
 from typing import Any
 
-from tests.support.chart import VALUE_SETS, value_set
+from tests.support.chart import RELEASE, VALUE_SETS, Rendered, render, value_set
 
 Object = dict[str, Any]
 
@@ -151,3 +152,9 @@ VARIANTS: dict[str, Object] = {
 }
 
 LONG = "a-team-with-a-name-that-is-just-as-long-as-helm-takes"  # 53 characters, Helm's limit
+
+
+@cache
+def rendered(variant: str, name: str = RELEASE) -> Rendered:
+    """The chart with the values of a variant; not to be changed, many tests look at it."""
+    return render(VARIANTS[variant], name)

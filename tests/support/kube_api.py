@@ -88,7 +88,7 @@ class KubeApi:
         self._configs: list[helm_python.Config] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = False
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
 
     def __enter__(self) -> KubeApi:
         self._thread.start()
@@ -110,7 +110,11 @@ class KubeApi:
         """Helm for this cluster, with releases of its own."""
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
         config = helm_python.Config(
-            kube_apiserver=url, namespace=namespace, storage_driver="memory", qps=1000.0
+            kube_apiserver=url,
+            namespace=namespace,
+            storage_driver="memory",
+            qps=1e4,
+            burst_limit=10_000,
         )
         self._configs.append(config)
         return config

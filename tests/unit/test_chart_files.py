@@ -145,3 +145,5 @@ def test_every_level_of_ours_is_closed() -> None:
         return inner + [path] * here
 
     assert open_levels(schema, "") == []
+    for name, part in schema["definitions"].items():
+        assert open_levels(part, name) == []
