@@ -12,7 +12,7 @@ import { Workers } from "./workers.js";
 
 const DELAY_S = 0.8; // the picture is so late: stages of running requests come twice a second
 const FRAME_MS = 40;
-const STATES = { live: "live", lost: "router not reachable, trying again", locked: "needs an API key" };
+const LOST = "router not reachable"; // unless something answers, and says why
 
 const KEPT = "It is kept until this tab is closed, and sent to this server only.";
 
@@ -66,6 +66,7 @@ const parts = [
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 let paused = false;
 let state = "connecting";
+let why = "";
 
 function drawLanes() {
   lanes.draw(model.now() - DELAY_S);
@@ -86,9 +87,10 @@ function onEvent(name, data) {
   if (!paused && name === "state" && !document.hidden) update();
 }
 
-function onState(now) {
+function onState(now, reason = "") {
   if (now === "locked") ask(key.value !== "");
   state = now;
+  why = reason;
   showState();
 }
 
@@ -96,7 +98,8 @@ function showState() {
   const shown = paused && state === "live" ? "paused" : state;
   const element = $("#connection");
   element.dataset.state = shown;
-  say(element, STATES[shown] || shown);
+  const words = { lost: `${why || LOST}, trying again`, locked: "needs an API key" };
+  say(element, words[shown] || shown);
   document.body.dataset.stale = state === "lost" || state === "locked";
 }
 

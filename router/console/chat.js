@@ -2,7 +2,7 @@
 
 import { fillBar, make, seconds } from "./draw.js";
 import { outcomeOf, stageParts, wayOf } from "./detail.js";
-import { key, read } from "./stream.js";
+import { key, problem, read } from "./stream.js";
 
 const STORY = `A relay is four runners and one baton. The first leg is all power: out of the blocks, one
 bend, everything at once. The others wait, and what they wait for is not the runner but the baton.
@@ -63,9 +63,8 @@ export class Chat {
     this.question.focus();
   }
 
-  hint() {
-    this.talk.replaceChildren(make("p", { class: "hint" },
-      "Ask something, and watch it go from the router to a prefill and on to a decode worker."));
+  hint(text = "Ask something, and watch it go from the router to a prefill and on to a decode worker.") {
+    this.talk.replaceChildren(make("p", { class: "hint" }, text));
   }
 
   stop() {
@@ -73,7 +72,11 @@ export class Chat {
   }
 
   async ask(text) {
-    if (!text || this.running || !this.model.router) return;
+    if (!text || this.running) return;
+    if (!this.model.router) {
+      this.hint("Nothing was heard of the router yet: see above.");
+      return;
+    }
     this.question.value = "";
     this.ideas.hidden = true;
     this.messages.push({ role: "user", content: text });
@@ -88,7 +91,8 @@ export class Chat {
       if (messages === this.messages) messages.push({ role: "assistant", content });
     } catch (error) {
       const stopped = error.name === "AbortError";
-      answer.note.textContent = stopped ? "stopped" : error.message;
+      const away = error instanceof TypeError; // what fetch and its streams say has no more in it
+      answer.note.textContent = stopped ? "stopped" : away ? "the router cannot be reached" : error.message;
       answer.note.classList.toggle("error", !stopped);
       // Half an answer is part of the talk, none at all is not.
       const content = answer.said.textContent;
@@ -96,6 +100,7 @@ export class Chat {
       else if (messages === this.messages) messages.pop();
     } finally {
       answer.element.classList.remove("waiting");
+      this.expect(answer);
       this.running = null;
       this.send.textContent = "Send";
     }
@@ -110,6 +115,7 @@ export class Chat {
       headers: { "content-type": "application/json", ...key.headers() },
       body: JSON.stringify({
         model: this.model.router.model,
+        request_id: answer.id,
         messages: this.messages,
         stream: true,
         stream_options: { include_usage: true },
@@ -132,7 +138,7 @@ export class Chat {
       content += piece;
       this.add(answer.said, piece);
     }
-    this.report(answer, response.headers.get("x-request-id"), asked, times, tokens);
+    answer.note.textContent = cost(asked, times, tokens);
     return content;
   }
 
@@ -151,18 +157,12 @@ export class Chat {
     const element = make("article", { class: role, "aria-label": role }, said, note);
     this.talk.append(element);
     this.talk.scrollTop = this.talk.scrollHeight;
-    return { element, said, note };
+    return { element, said, note, id: `console-${hex(8)}` };
   }
 
-  report(answer, id, asked, times, tokens) {
-    const words = [`${tokens} tokens`];
-    if (times.length) words.unshift(`first token ${seconds((times[0] - asked) / 1000)}`);
-    if (times.length > 1 && tokens > 1) {
-      words.push(`then ${seconds((times.at(-1) - times[0]) / 1000 / (tokens - 1))} each`);
-    }
-    answer.note.textContent = words.join(", ");
-    if (!id) return;
-    this.notes.set(id, answer.note);
+  /** Say where the answer was, when the router tells; it may have done so already. */
+  expect(answer) {
+    this.notes.set(answer.id, answer.note);
     for (const request of this.model.requests.values()) this.heard(request);
   }
 
@@ -171,7 +171,7 @@ export class Chat {
     const note = this.notes.get(request.id);
     if (!note || outcomeOf(request)[0] === "running") return;
     this.notes.delete(request.id);
-    const show = () => this.selection.choose(request.key);
+    const show = () => this.selection.key === request.key || this.selection.choose(request.key);
     const bar = make("div", { class: "bar", "aria-hidden": "true" });
     const parts = stageParts(request, 0);
     fillBar(bar, parts, parts.reduce((sum, [, value]) => sum + value, 0) || 1);
@@ -183,10 +183,18 @@ export class Chat {
   }
 }
 
-async function problem(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered ${response.status}`;
+/** What an answer took, as seen from here. */
+function cost(asked, times, tokens) {
+  const words = [`${tokens} tokens`];
+  if (times.length) words.unshift(`first token ${seconds((times[0] - asked) / 1000)}`);
+  if (times.length > 1 && tokens > 1) {
+    words.push(`then ${seconds((times.at(-1) - times[0]) / 1000 / (tokens - 1))} each`);
   }
+  return words.join(", ");
+}
+
+/** So many bytes by chance. An id of ours is one that no proxy between here and there changes. */
+function hex(bytes) {
+  const found = crypto.getRandomValues(new Uint8Array(bytes));
+  return [...found].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }

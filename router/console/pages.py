@@ -10,6 +10,8 @@ import contextlib
 from hashlib import sha256
 from pathlib import Path
 
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from router.console.feed import Feed, Listener
@@ -37,7 +39,7 @@ SAFETY = {
 
 def paths() -> frozenset[str]:
     """What anybody may read: the page holds no data."""
-    return frozenset({"/console", *(f"/console/{name}" for name in _names())})
+    return frozenset({"/console", "/console/", *(f"/console/{name}" for name in _names())})
 
 
 def routes(feed: Feed) -> list[BaseRoute]:
@@ -45,6 +47,7 @@ def routes(feed: Feed) -> list[BaseRoute]:
     files = Files()
     return [
         Route("/console", files, methods=["GET"]),
+        Route("/console/", _without_slash, methods=["GET"]),
         Route("/console/{name}", files, methods=["GET"]),
         Route("/internal/events", Events(feed), methods=["GET"]),
     ]
@@ -101,6 +104,11 @@ class Events:
                 await unless_disconnected(receive, _pass_on(listener, send))
         finally:
             self._feed.leave(listener)
+
+
+async def _without_slash(http: Request) -> Response:
+    """What the page names is named from ``/console``, whatever a proxy has put before that."""
+    return RedirectResponse("../console")
 
 
 def _names() -> list[str]:

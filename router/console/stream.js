@@ -23,10 +23,22 @@ export const key = {
     }
     document.dispatchEvent(new Event("keychange"));
   },
+  /** A header takes bytes, one a character: those of the key in UTF-8, as the server reads them. */
   headers() {
-    return this.value ? { authorization: `Bearer ${this.value}` } : {};
+    if (!this.value) return {};
+    const bytes = String.fromCharCode(...new TextEncoder().encode(this.value));
+    return { authorization: `Bearer ${bytes}` };
   },
 };
+
+/** What a server says that answers, but not with what it was asked for. */
+export async function problem(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
 
 /** The events of a response as they come: {name, data}, where data is text. */
 export async function* read(response) {
@@ -52,13 +64,17 @@ export async function* read(response) {
   }
 }
 
-/** Follows ``url`` for ever. ``onEvent(name, object)``; ``onState``: live | lost | locked. */
+/**
+ * Follows ``url`` for ever. ``onEvent(name, object)``; ``onState(state, why)``: live | lost | locked;
+ * ``why`` of a server that answers is what it says, empty where none does.
+ */
 export class Connection {
   constructor(url, onEvent, onState) {
     this.url = url;
     this.onEvent = onEvent;
     this.onState = onState;
     this.failures = 0;
+    this.why = "";
     this.wake = () => {};
     this.abort = new AbortController();
     document.addEventListener("visibilitychange", () => this.look());
@@ -76,15 +92,16 @@ export class Connection {
         await this.pause(Infinity); // until there is another key
       } else if (status !== "ended") {
         this.failures += 1;
-        if (this.failures > 1 || status === "refused") this.onState("lost");
+        if (this.failures > 1 || status === "refused") this.onState("lost", this.why);
         await this.pause(Math.min(LONGEST_MS, 200 * 2 ** Math.min(this.failures, 8)));
       }
     }
   }
 
-  /** One connection, to its end: "ended", "broken", "refused", or an HTTP status. */
+  /** One connection, to its end: "ended", "broken", "refused" (``why`` may say more), or 401. */
   async follow() {
     this.abort = new AbortController();
+    this.why = "";
     let heard = 0;
     let timer = 0;
     const listen = () => {
@@ -95,7 +112,11 @@ export class Connection {
       listen();
       const options = { headers: key.headers(), signal: this.abort.signal, cache: "no-store" };
       const response = await fetch(this.url, options);
-      if (!response.ok) return response.status === 401 ? 401 : "refused";
+      if (response.status === 401) return 401;
+      if (!response.ok) {
+        this.why = await problem(response);
+        return "refused";
+      }
       for await (const event of read(response)) {
         listen();
         heard += 1;

@@ -22,6 +22,8 @@ from router import wire
 from router.api import create_api
 from router.config import RouterConfig, RouterSettings
 from router.link import Link
+from router.observe import App
+from router.sse import Message, Receive, Send
 from router.tokenizer import ByteTokenizer
 from services.config import load
 from services.local import local_graph
@@ -124,6 +126,23 @@ class Busy(PacedWorker):
             )
 
 
+class InFront:
+    """Adds an id of its own to each answer, as Ray Serve's proxy and others do."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """As ASGI middleware."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", b"of-the-proxy")]
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
 @contextlib.asynccontextmanager
 async def scripted(prefill: int = 2, decode: int = 2) -> AsyncIterator[Api]:
     """Workers of which each answers ``TEXT``, a byte a token."""
@@ -138,7 +157,9 @@ async def scripted(prefill: int = 2, decode: int = 2) -> AsyncIterator[Api]:
     def api(**config: Any) -> Any:
         fields: dict[str, Any] = {"slo_ttft_s": 0.5, "slo_tpot_s": 0.05, **config}
         settings = RouterSettings(RouterConfig(**fields), "", MODEL, "router-1", SECRET)
-        return create_api(settings, discover, ByteTokenizer())
+        app = create_api(settings, discover, ByteTokenizer())
+        app.add_middleware(InFront)
+        return app
 
     try:
         yield api
@@ -224,6 +245,30 @@ class Stage:
             self._server = None
 
         self.run(stop())
+
+    @contextlib.contextmanager
+    def listeners(self, count: int) -> Iterator[None]:
+        """So many more consoles are open until the block ends."""
+        stack = contextlib.AsyncExitStack()
+
+        async def listen() -> None:
+            http = await stack.enter_async_context(httpx2.AsyncClient(base_url=self.url))
+            while count > len(heard):
+                opened = http.stream("GET", "/internal/events")
+                response = await opened.__aenter__()
+                if response.status_code == 200:
+                    stack.push_async_exit(opened)
+                    heard.append(response)
+                else:  # one that was closed has not left yet
+                    await opened.__aexit__(None, None, None)
+                    await asyncio.sleep(0.02)
+
+        heard: list[httpx2.Response] = []
+        self.run(listen())
+        try:
+            yield
+        finally:
+            self.run(stack.aclose())
 
     # --- load ------------------------------------------------------------------------------------
 

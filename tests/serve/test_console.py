@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from router.console.feed import MAX_LISTENERS
 from tests.serve.console_stage import Stage, real, scripted, stage
 from tests.support.chromium import Browser, Page, chromium, need_chromium
 
@@ -189,6 +190,7 @@ def test_an_answer_is_stopped(page: Page) -> None:
     page.until(
         "[...document.querySelectorAll('#requests td')].some(e => e.innerText === 'cancelled')"
     )
+    page.until("document.querySelector('.talk .note button')?.innerText.includes('decode-')")
 
 
 def test_errors_are_told(page: Page) -> None:
@@ -234,13 +236,16 @@ def test_the_page_survives_a_restart_of_the_router(at: Stage, page: Page) -> Non
     at.stop_router()
     page.until("document.querySelector('#connection').dataset.state === 'lost'")
     assert page.js(ROWS) == before
-    at.start_router(api_keys=("sesame",))
+    at.start_router(api_keys=("sésame",))
     try:
         page.until("document.querySelector('#key-dialog').open")
-        page.type("wrong")
-        page.press("Enter")
-        page.until("document.querySelector('#key-why').innerText.includes('not accept')")
-        page.type("sesame")
+        for wrong in ("wrong", "schlüssel☃"):  # no header can carry a snowman as it is
+            page.js("document.querySelector('#key-why').textContent = ''")
+            page.type(wrong)
+            page.press("Enter")
+            page.until("document.querySelector('#key-why').innerText.includes('not accept')")
+            page.until("document.querySelector('#key-dialog').open")
+        page.type("sésame")
         page.press("Enter")
         page.until(LIVE)
         assert page.js(ROWS) >= before  # the new router knows nothing of them, the page does
@@ -254,6 +259,23 @@ def test_the_page_survives_a_restart_of_the_router(at: Stage, page: Page) -> Non
         at.start_router()
     # What the browser says of refused connections, of a router that stops, and of a missing key.
     page.problems[:] = [p for p in page.problems if not re.search("net::ERR|401|503", p)]
+
+
+def test_a_page_too_many_is_told_so(browser: Browser, at: Stage, page: Page) -> None:
+    """A server that answers is not one that cannot be reached; the page waits for its turn."""
+    one_too_many = browser.page()
+    with at.listeners(MAX_LISTENERS - 1):
+        one_too_many.goto(f"{at.url}/console")
+        one_too_many.until("document.querySelector('#connection').dataset.state === 'lost'")
+        said = text_of(one_too_many, "#connection")
+        assert said == f"{MAX_LISTENERS} consoles are open already, trying again"
+        one_too_many.click("#question")
+        one_too_many.type("Is anybody there?")
+        one_too_many.press("Enter")  # nothing is known of the model yet
+        assert "Nothing was heard" in text_of(one_too_many, ".talk")
+    one_too_many.until(LIVE)
+    one_too_many.close()
+    assert [p for p in one_too_many.problems if "503" not in p] == []
 
 
 # --- what it computes ----------------------------------------------------------------------------
