@@ -23,19 +23,19 @@ CAP_IPC_LOCK = 14  # bit of the capabilities in /proc/self/status
 
 
 def check_processor(root: Path) -> Finding:
-    """Cores and memory; a quota below the cores makes threads wait for each other."""
-    machine = this_machine()
-    found = f"{machine.cores} cores, {machine.memory_bytes / GIB:.1f} GiB of memory"
+    """Cores, the part of them that a container may use, and memory."""
+    cores, memory = len(os.sched_getaffinity(0)), amount(this_machine().memory_bytes)
     quota = cpu_quota(root)
-    if quota is None or quota >= machine.cores:
+    if quota is None or quota >= cores:
+        return Finding("processor", Level.OK, f"{cores} cores, {memory} of memory")
+    found = f"{quota:g} of {cores} cores, by a limit; {memory} of memory"
+    if quota >= 1:
         return Finding("processor", Level.OK, found)
     return Finding(
         "processor",
         Level.WARN,
-        f"{found}; but a limit allows the time of {quota:g} of them only",
-        f"set `threads` of each role to {max(1, int(quota))} or less, or raise the CPU limit: a"
-        " worker otherwise starts a thread per core, and all of them stand still when the time is"
-        " used up",
+        f"{found}: every process stands still for a part of each tenth of a second",
+        "raise the CPU limit to 1 or more (`resources` of the role), or leave it out",
     )
 
 

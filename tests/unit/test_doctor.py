@@ -83,14 +83,18 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -
     assert host.cpu_quota(tmp_path) == quota
 
 
-def test_a_quota_below_the_cores_asks_for_fewer_threads(tmp_path: Path) -> None:
-    write(tmp_path / "sys/fs/cgroup", {"cpu.max": "50000 100000"})
+def test_a_quota_below_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    cgroup = tmp_path / "sys/fs/cgroup"
+    write(cgroup, {"cpu.max": "50000 100000"})
     finding = host.check_processor(tmp_path)
     assert finding.level is Level.WARN
-    assert "the time of 0.5 of them" in finding.found
-    assert "`threads` of each role to 1 or less" in finding.mend
-    write(tmp_path / "sys/fs/cgroup", {"cpu.max": "max 100000"})
-    assert host.check_processor(tmp_path).level is Level.OK
+    assert finding.found.startswith("0.5 of 4 cores, by a limit; ")
+    assert "raise the CPU limit" in finding.mend
+    for limit, found in [("250000 100000", "2.5 of 4 cores"), ("max 100000", "4 cores")]:
+        write(cgroup, {"cpu.max": limit})
+        finding = host.check_processor(tmp_path)
+        assert (finding.level, finding.found.startswith(found)) == (Level.OK, True)
 
 
 def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
