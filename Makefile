@@ -7,11 +7,13 @@ ARGS ?=
 SECONDS ?= 600
 SEED ?= 1
 TRANSPORT ?= nixl
+ENGINE ?= docker
+IMAGE ?= baton:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
 	bench-engine bench-peers bench-roofline bench-observability bench-step bench-tools bench-loadtest \
-	proof dashboards observability chart clean
+	proof dashboards observability chart image requirements clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -85,6 +87,12 @@ dashboards: dev  ## write the Grafana boards and docs/dashboards.md from service
 
 chart: dev  ## write the chart's schema of values, its README and its copies of rules and boards
 	$(BIN)/python -m services.chart
+
+image:  ## build the image: make image IMAGE=NAME:TAG ENGINE=podman ARGS="--build-arg VARIANT=cuda"
+	$(ENGINE) build -f deploy/Dockerfile -t $(IMAGE) $(ARGS) .
+
+requirements: dev  ## write deploy/requirements.txt, the image's packages, from those in .venv
+	$(BIN)/python -m tests.support.image_requirements
 
 clean:  ## remove .venv and everything that tools have left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

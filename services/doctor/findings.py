@@ -23,7 +23,7 @@ class Level(StrEnum):
 class Finding:
     """What one check says."""
 
-    check: str  # a name of :data:`services.doctor.command.CHECKS`
+    check: str  # its name: docs/kubernetes.md speaks of some
     level: Level
     found: str  # what is so, with numbers
     mend: str = ""  # what to do about it; never empty for WARN and FAIL

