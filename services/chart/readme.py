@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from router.config import LARGEST
+from services.chart.schema import Schema, schema_at
 from services.chart.values import Value, ValuesError
-
-Schema = dict[str, Any]
 
 HEAD = """\
 # The chart
@@ -72,7 +71,7 @@ def to_markdown(values: Value, schema: Schema, kube_version: str, sets: Mapping[
         parts += _block(block, values, schema)
     parts.append(CONFIG)
     for title, path in CONFIG_BLOCKS.items():
-        rows = _config_rows(_at(schema, path), _value_at(values, path).default)
+        rows = _config_rows(schema_at(schema, path), _value_at(values, path).default)
         parts += [f"\n### {title}\n\n", *_table(rows)]
     return "".join(parts)
 
@@ -96,7 +95,7 @@ def _block(block: Value, values: Value, schema: Schema) -> list[str]:
 
 def _listed(value: Value, schema: Schema) -> Iterator[Value]:
     """What has a row of its own: all whose schema is not made of their children's."""
-    rule = _at(schema, value.path)
+    rule = schema_at(schema, value.path)
     inner = {child.path[-1] for child in value.children}
     if inner and inner == rule.get("properties", {}).keys():
         for child in value.children:
@@ -106,7 +105,7 @@ def _listed(value: Value, schema: Schema) -> Iterator[Value]:
 
 
 def _row(value: Value, schema: Schema, below: tuple[str, ...]) -> tuple[str, str, str]:
-    rule = _at(schema, value.path)
+    rule = schema_at(schema, value.path)
     if "description" not in rule:
         raise ValuesError(f"{value.name}: describe it, by a comment in values.yaml")
     name = ".".join(value.path[len(below) :])
@@ -151,16 +150,6 @@ def _code(value: Any) -> str:
 
 def _sentence(note: str) -> str:
     return note[0].upper() + note[1:] + ("" if note.endswith(".") else ".")
-
-
-def _at(schema: Schema, path: tuple[str, ...]) -> Schema:
-    """The schema of a value; what it refers to is filled in."""
-    definitions = schema["definitions"]
-    for key in path:
-        schema = schema["properties"][key]
-        if "$ref" in schema:
-            schema = definitions[schema["$ref"].removeprefix("#/definitions/")] | schema
-    return schema
 
 
 def _table(rows: Iterator[tuple[str, str, str]]) -> list[str]:

@@ -72,5 +72,15 @@ def values_schema(values: Value, rules: Mapping[str, Schema]) -> Schema:
     return head | schema | {"definitions": definitions}
 
 
+def schema_at(schema: Schema, path: tuple[str, ...]) -> Schema:
+    """The schema of a value; what it refers to is filled in."""
+    definitions = schema["definitions"]
+    for key in path:
+        schema = schema["properties"][key]
+        if "$ref" in schema:
+            schema = definitions[schema["$ref"].removeprefix("#/definitions/")] | schema
+    return schema
+
+
 def _all(value: Value) -> list[Value]:
     return [value, *(each for child in value.children for each in _all(child))]
