@@ -88,6 +88,7 @@ PURE = [
     "services/engine/meter.py",
     "services/engine/config.py",
     "services/engine/model_config.py",
+    "services/doctor/findings.py",
     *(
         f"services/dashboards/{name}.py"
         for name in (

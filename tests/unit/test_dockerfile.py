@@ -25,7 +25,8 @@ NAME_OF = r"[A-Za-z0-9._-]+"
 
 # What the base image brings, and what each Debian package does: the files below their bin folders.
 BASE_COMMANDS = {
-    "apt-get", "chmod", "install", "ln", "pip", "printf", "python", "rm", "tail", "useradd",
+    "apt-get", "bash", "chmod", "grep", "hostname", "install", "ln", "pip", "printf", "python",
+    "python3", "rm", "sh", "tail", "useradd",
 }  # fmt: skip
 APT_COMMANDS = {
     "ibverbs-providers": set(),
@@ -36,8 +37,9 @@ APT_COMMANDS = {
 }
 PIP_COMMANDS = {"ray": {"ray", "serve"}}
 NEEDED_BY_OTHERS = {  # by whom: KubeRay starts Ray and asks for its health
-    "KubeRay": {"wget", "ray"},
-    "docs/kubernetes.md": {"baton", "ibv_devinfo"},
+    "KubeRay": {"bash", "grep", "ray", "wget"},
+    "helm/baton": {"baton", "python3"},
+    "docs/kubernetes.md": {"baton", "hostname", "ibv_devinfo", "sh", "wget"},
 }
 
 
