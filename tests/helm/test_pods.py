@@ -1,4 +1,7 @@
-"""Every pod of the chart: who it runs as, what it may, how it is looked after, how it ends."""
+"""Every pod of the chart: who it runs as, what it may, how it is looked after, how it ends.
+
+Of the list of faults: B119, B120, B122.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.chart import Object, Rendered, render
+from tests.support.chart import Object, Rendered, refusal, render
 from tests.support.chart_variants import VARIANTS, rendered
 
 OWN = ("ray-head", "ray-worker", "test")  # the other containers are the user's
@@ -138,6 +141,24 @@ def test_b120_the_probes_of_each_group_can_be_replaced() -> None:
 def test_b120_each_probe_can_be_left_out(probe: str) -> None:
     for role, container in with_probes(**{probe: {"enabled": False}}).items():
         assert {*PROBES} & container.keys() == {*PROBES} - {probe}, role
+
+
+def test_b119_with_redis_a_head_may_be_lost() -> None:
+    """What KubeRay needs to start one that knows of the cluster, and to see that one is gone."""
+    chart = rendered("autoscaling")
+    assert chart.cluster()["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis://redis.redis.svc:6379",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}},
+    }
+    (head,) = chart.pods()["head"]["spec"]["containers"]
+    assert head["livenessProbe"], "one that hangs is started anew"
+    assert head["readinessProbe"]["httpGet"]["path"] == "/api/gcs_healthz"
+    # and requests need no head: their way has no process of it in it
+    service = chart.one("Service")["spec"]["selector"]
+    assert service["baton/role"] == "router"
+    assert chart.one("RayService")["spec"]["excludeHeadPodFromServeSvc"] is True
+    without = refusal({"ray": {"gcsFaultTolerance": {"enabled": True}}})
+    assert "ray.gcsFaultTolerance.redisAddress" in without
 
 
 def test_b122_it_needs_no_gpu_no_token_and_no_storage() -> None:
