@@ -65,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
         given = {name: value for name, value in vars(args).items() if name in names}
         return run_drain(DrainOptions(**given))
     if args.command == "leave":
-        from services.leave import run_leave
+        from services.leave import LeaveOptions, run_leave
 
-        return run_leave(args.address, args.node_ip, args.deadline)
+        given = {name: value for name, value in vars(args).items() if name != "command"}
+        return run_leave(LeaveOptions(**given))
     if args.command == "doctor":
         from services.doctor.command import DoctorOptions, run_doctor
 
@@ -188,13 +189,18 @@ def _add_leave(commands: Any) -> None:
         help=text,
         description=f"{text[0].upper()}{text[1:]}, and wait for that: the preStop of a pod. Exit"
         " status: 0 when nothing is left, else 1.",
+        argument_default=argparse.SUPPRESS,
     )
     about = "of the Ray cluster, HOST:PORT (default: RAY_ADDRESS)"
-    command.add_argument("--address", metavar="HOST:PORT", default="", help=about)
+    command.add_argument("--address", metavar="HOST:PORT", help=about)
     about = "address of this node, where its host has several"
-    command.add_argument("--node-ip", metavar="HOST", default="", help=about)
-    about = "when the node goes at the latest; replicas are stopped in time (default: 60)"
-    command.add_argument("--deadline", metavar="S", type=float, default=60, help=about)
+    command.add_argument("--node-ip", metavar="HOST", help=about)
+    about = "when the node goes, its replicas are stopped in time for that (default: 60)"
+    command.add_argument("--deadline", metavar="S", type=float, dest="deadline_s", help=about)
+    about = "who goes first when the whole cluster goes: routers (for workers), all (for the head)"
+    command.add_argument("--after", choices=("routers", "all"), help=about)
+    about = "the longest wait for these (default: 600)"
+    command.add_argument("--patience", metavar="S", type=float, dest="patience_s", help=about)
 
 
 def _add_doctor(commands: Any) -> None:

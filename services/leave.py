@@ -9,12 +9,20 @@ it. ::
 
 Where there is no place elsewhere, replicas are stopped in time for the deadline all the same:
 ``graceful_shutdown_timeout_s`` of their deployment before it. What they do then is in
-:mod:`services.app`. Drives Ray through two interfaces that it does not call public (GcsClient, and
-Serve's details by node); the version is pinned, and tests/helm runs this on a real one.
+:mod:`services.app`.
+
+When a whole cluster goes (after an upgrade all of its pods are told at once), requests can go on
+nowhere else. So who is needed longer waits: workers until no router is left, the head until no
+replica is. That it is the whole cluster is seen by its routers: all of them leave.
+
+Drives Ray through two interfaces that it does not call public (GcsClient, and Serve's details by
+node); the version is pinned, and tests/helm runs this on a real one.
 """
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -22,30 +30,74 @@ from ray import _raylet, serve
 from ray.core.generated import autoscaler_pb2
 
 POLL_S = 0.5  # Serve tells nobody when a replica has stopped
+NOTICE_S = 12.0  # until all pods of a cluster that goes have told Ray, which takes them seconds
+LEAVING = ("PENDING_MIGRATION", "STOPPING")
+ROUTER = "Router"
 
 
-def run_leave(address: str, node_ip: str, deadline_s: float) -> int:
-    """The exit status; 0 when nothing of ours is left on this node, before the deadline.
+@dataclass(frozen=True)
+class Replica:
+    """What Serve says of one."""
 
-    ``address`` is the cluster's, "": what RAY_ADDRESS says; ``node_ip`` is this node's, "": found
-    out, as can be where a host is one node.
-    """
-    end = time.monotonic() + deadline_s
-    on: dict[str, Any] = {"_node_ip_address": node_ip} if node_ip else {}
-    ray.init(address or None, log_to_driver=False, logging_level=logging.ERROR, **on)
+    deployment: str
+    node_id: str | None  # None while it has no place
+    state: str
+
+
+@dataclass(frozen=True)
+class LeaveOptions:
+    """The flags of the command."""
+
+    address: str = ""  # of the Ray cluster; empty: what RAY_ADDRESS says
+    node_ip: str = ""  # of this node; empty: found out, as can be where a host is one node
+    deadline_s: float = 60.0  # until the node goes, from when it is said to drain
+    after: str = (
+        ""  # who goes first when the whole cluster does: "routers", or "all" (then no drain)
+    )
+    patience_s: float = 600.0  # the longest wait for these
+
+
+def run_leave(options: LeaveOptions) -> int:
+    """The exit status; 0 when nothing that was waited for is left, 1 when time was over."""
+    on: dict[str, Any] = {"_node_ip_address": options.node_ip} if options.node_ip else {}
+    ray.init(options.address or None, log_to_driver=False, logging_level=logging.ERROR, **on)
     try:
-        context = ray.get_runtime_context()
-        node_id = context.get_node_id()
-        drain_node(context.gcs_address, node_id, deadline_s)
-        while left := replicas_on(node_id):
-            if time.monotonic() > end:
-                print(f"still here after {deadline_s:.0f} s: {', '.join(left)}")
-                return 1
-            time.sleep(POLL_S)
+        if options.after and _within(NOTICE_S, the_cluster_goes):
+            _within(options.patience_s, lambda: not _placed(options.after))
+        return 0 if options.after == "all" else _leave(options.deadline_s)
     finally:
         ray.shutdown()
-    print("no replica is left on this node")
-    return 0
+
+
+def _leave(deadline_s: float) -> int:
+    context = ray.get_runtime_context()
+    node_id = context.get_node_id()
+    drain_node(context.gcs_address, node_id, deadline_s)
+    if _within(deadline_s, lambda: not replicas_on(node_id)):
+        print("no replica is left on this node")
+        return 0
+    print(f"still here after {deadline_s:.0f} s: {', '.join(replicas_on(node_id))}")
+    return 1
+
+
+def the_cluster_goes() -> bool:
+    """Whether all routers are about to leave."""
+    return all(router.state in LEAVING for router in _placed("routers"))
+
+
+def _placed(who: str) -> list[Replica]:
+    """Replicas that are on some node, of the routers or of all."""
+    names = (ROUTER,) if who == "routers" else None
+    return [one for one in replicas() if one.node_id and (not names or one.deployment in names)]
+
+
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def drain_node(gcs_address: str, node_id: str, deadline_s: float) -> None:
@@ -62,14 +114,17 @@ def drain_node(gcs_address: str, node_id: str, deadline_s: float) -> None:
 
 def replicas_on(node_id: str) -> list[str]:
     """Names of the deployments that have a replica on a node, also one that is being stopped."""
-    status: Any = serve.context._get_global_client(raise_if_no_controller_running=False)
-    if status is None:  # Serve does not run, or not any more
+    return [each.deployment for each in replicas() if each.node_id == node_id]
+
+
+def replicas() -> list[Replica]:
+    """All replicas of all deployments; none where Serve does not run, or not any more."""
+    client: Any = serve.context._get_global_client(raise_if_no_controller_running=False)
+    if client is None:
         return []
-    applications = status.get_serve_details()["applications"].values()
     return [
-        name
-        for application in applications
+        Replica(name, replica.get("node_id"), replica["state"])
+        for application in client.get_serve_details()["applications"].values()
         for name, deployment in application["deployments"].items()
         for replica in deployment["replicas"]
-        if replica.get("node_id") == node_id  # one that starts has none yet
     ]

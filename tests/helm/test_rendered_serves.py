@@ -1,17 +1,19 @@
 """The chart's Serve config on a real Ray, with a node for each pod of cpu-laptop."""
 
 import subprocess
+import warnings
 from typing import Any
 
-from services.app import DEPLOYMENTS
 from tests.support.chart import render, value_set, with_value
-from tests.support.ray_pods import RayPods, ray_pods
+from tests.support.ray_pods import HEAD_IP, RayPods, ray_pods
 from tests.support.serving import BATON, until
 
 PROMPT = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
 
 
 def test_deployments_have_the_names_of_the_code() -> None:
+    with warnings.catch_warnings(action="ignore"):  # Ray's own
+        from services.app import DEPLOYMENTS
     (application,) = render({"mixed": {"replicas": 1}}).serve_config()["applications"]
     names = {each["name"] for each in application["deployments"]}
     assert names == {"Router", *DEPLOYMENTS.values()}
@@ -39,6 +41,7 @@ def test_the_rendered_config_serves_and_a_changed_value_changes_it(full: bool) -
         assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
         if full:
             scale_and_leave(pods, values)
+            the_cluster_goes(pods)
 
 
 def deploy(pods: RayPods, values: dict[str, Any]) -> None:
@@ -53,6 +56,16 @@ def ids(pods: RayPods) -> set[str]:
     return {state["router"], *(worker["id"] for worker in state["workers"])}
 
 
+GONE = "no replica is left on this node\n"
+
+
+def leave(pods: RayPods, ip: str, deadline_s: int, *flags: str) -> subprocess.Popen[str]:
+    """What the preStop of a pod runs."""
+    command = [BATON, "leave", "--address", pods.address, "--node-ip", ip, *flags]
+    command += ["--deadline", str(deadline_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
     """One more prefill pod changes nobody else; then the first one goes, as its preStop says."""
     before = ids(pods)
@@ -65,12 +78,29 @@ def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
 
     stream = pods.stream("/v1/completions", PROMPT | {"max_tokens": 60, "ignore_eos": True})
     chunks = [next(stream)]
-    command = [BATON, "leave", "--address", pods.address, "--node-ip", first, "--deadline", "60"]
-    left = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (left.returncode, left.stdout) == (0, "no replica is left on this node\n"), left.stderr
+    left = leave(pods, first, 60, "--after", "routers")
+    assert left.communicate(timeout=120)[0] == GONE
+    assert left.returncode == 0
     chunks += stream
     reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
     assert reasons[-1] == "length"
     there = [ip for ip, state in pods.replicas()["PrefillWorker"] if state == "RUNNING"]
     assert there == [second]
     assert pods.post("/v1/completions", PROMPT)["choices"][0]["text"].startswith(" Paris")
+
+
+def the_cluster_goes(pods: RayPods) -> None:
+    """All pods are told at once: what runs is finished, by the workers that it has."""
+    stream = pods.stream("/v1/completions", PROMPT | {"max_tokens": 400, "ignore_eos": True})
+    chunks = [next(stream)]
+    leavers = {
+        "router": leave(pods, pods.ips["router"], 630),
+        "decode": leave(pods, pods.ips["decode"], 60, "--after", "routers"),
+        "head": leave(pods, HEAD_IP, 60, "--after", "all"),
+    }
+    chunks += stream
+    finished = {name for name, process in leavers.items() if process.poll() is not None}
+    assert not finished, "somebody went before the stream had ended"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    said = {name: process.communicate(timeout=60)[0] for name, process in leavers.items()}
+    assert said == {"router": GONE, "decode": GONE, "head": ""}

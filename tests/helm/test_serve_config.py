@@ -121,7 +121,8 @@ def test_changing_numbers_leaves_what_replicas_are_told_as_it_is() -> None:
     assert few.serve_args() == many.serve_args()
     wanted = {name: each["num_replicas"] for name, each in deployments(many).items()}
     assert wanted == {"Router": 5, "PrefillWorker": 4, "DecodeWorker": 3}
-    assert deployments(many)["Router"]["user_config"] == {"workers": {"prefill": 4, "decode": 3}}
+    told = {"routers": 5, "workers": {"prefill": 4, "decode": 3}}
+    assert deployments(many)["Router"]["user_config"] == told
 
 
 @pytest.mark.parametrize(

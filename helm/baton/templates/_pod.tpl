@@ -62,7 +62,10 @@ HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
 {{- end -}}
 {{- end -}}
 
-{{/* Seconds that a role's requests get when its pod goes, the wait for a place elsewhere included. */}}
+{{/*
+Seconds that `baton leave` has, by role, of them 20 to start a replica elsewhere. A worker hands back
+what it does; a router lets its requests end, for at most a quarter of an hour.
+*/}}
 {{- define "baton.leaveSeconds" -}}
 {{- $place := 20 -}}
 {{- if eq .role "router" -}}
@@ -75,15 +78,49 @@ HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
 {{- end -}}
 {{- end -}}
 
-{{/* From the news that the pod goes until it is killed. */}}
+{{/*
+Seconds that a pod waits for others when the whole cluster goes, as after an upgrade: workers for the
+routers, the head for all. A router waits for nobody.
+*/}}
+{{- define "baton.patienceSeconds" -}}
+{{- $root := .root -}}
+{{- $routers := include "baton.leaveSeconds" (dict "root" $root "role" "router") | int -}}
+{{- if eq .role "router" -}}
+0
+{{- else if eq .role "head" -}}
+{{- $longest := 0 -}}
+{{- range $role := list "prefill" "decode" "mixed" -}}
+{{- $longest = max $longest (include "baton.leaveSeconds" (dict "root" $root "role" $role) | int) -}}
+{{- end -}}
+{{- add $routers $longest 30 -}}
+{{- else -}}
+{{- add $routers 15 -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a pod does when it is told to go; services/leave.py. */}}
+{{- define "baton.preStop" -}}
+{{- $leave := list "baton" "leave" -}}
+{{- if ne .role "head" -}}
+{{- $leave = concat $leave (list "--deadline" (include "baton.leaveSeconds" .)) -}}
+{{- end -}}
+{{- if ne .role "router" -}}
+{{- $leave = concat $leave (list "--after" (eq .role "head" | ternary "all" "routers") "--patience" (include "baton.patienceSeconds" .)) -}}
+{{- end -}}
+{{- toYaml $leave -}}
+{{- end -}}
+
+{{/*
+From the news that a pod goes until it is killed: what its preStop may take, and half a minute for the
+start of that and the end of Ray. It is the limit; most pods are gone long before.
+*/}}
 {{- define "baton.graceSeconds" -}}
 {{- $given := (index .root.Values .role).terminationGracePeriodSeconds -}}
 {{- if not (kindIs "invalid" $given) -}}
 {{- int $given -}}
-{{- else if eq .role "head" -}}
-60
 {{- else -}}
-{{- add (include "baton.leaveSeconds" .) 30 -}}
+{{- $own := eq .role "head" | ternary 15 (include "baton.leaveSeconds" (eq .role "head" | ternary (dict "root" .root "role" "router") .) | int) -}}
+{{- add $own (include "baton.patienceSeconds" .) 30 -}}
 {{- end -}}
 {{- end -}}
 
@@ -275,13 +312,11 @@ spec:
       {{- with include "baton.probes" . | trim }}
       {{- . | nindent 6 }}
       {{- end }}
-      {{- if not $head }}
       lifecycle:
         preStop:
           exec:
-            # Serve moves the replica elsewhere, or ends it, and what it does with it.
-            command: [baton, leave, --deadline, {{ include "baton.leaveSeconds" . | quote }}]
-      {{- end }}
+            command:
+              {{- include "baton.preStop" . | nindent 14 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shared-mem, mountPath: /dev/shm}

@@ -112,8 +112,8 @@ starts a new replica before it stops an old one; else the old one must go first.
 {{- end -}}
 {{- $deployments = append $deployments (dict "name" (include "baton.deployment" $role) "num_replicas" (int $values.replicas) "max_surge_percent" $surge "ray_actor_options" $options) -}}
 {{- end -}}
-{{- /* Routers are told how many workers are wanted; they take a change without a restart. */ -}}
-{{- $_ := set (first $deployments) "user_config" (dict "workers" $wanted) -}}
+{{- /* Routers are told how many there shall be; they take a change without a restart. */ -}}
+{{- $_ := set (first $deployments) "user_config" (dict "routers" (int .Values.router.replicas) "workers" $wanted) -}}
 proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
