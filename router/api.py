@@ -129,7 +129,7 @@ class Front:
         self.requests = Requests(settings.served_model, self.ledger)
         self.console = open_feed(settings, self.dispatcher.state, self.requests)
         self.metrics = RouterMetrics(settings, self.ledger, self.requests, self.dispatcher)
-        self.collector = router_view(settings, self.metrics.registry, self.dispatcher.table.workers)
+        self.collector = router_view(settings, self.metrics.registry, self.dispatcher)
         self.target: Target | None = None  # its metrics port, while it is open
         self._settings = settings
         self._loaded = tokenizer
@@ -389,6 +389,8 @@ class Front:
         if (recorder := recorder_of(http.scope)) is not None:
             recorder.read()
         fields = openai_api.parse_json(bytes(body))
+        if recorder is not None:  # also of a request that is refused next
+            recorder.stream = fields.get("stream") is True
         self._check_model(fields.get("model"))
         return fields
 

@@ -127,6 +127,12 @@ class Dispatcher:
         return len(self._jobs)
 
     def state(self) -> dict[str, Any]:
+    @property
+    def num_answering(self) -> int:
+        """Answers that have a pair, proofs not included. Any thread may ask."""
+        jobs = self._jobs.copy()
+        return sum(job.current is not None and job.only is None for job in jobs)
+
         """For ``GET /internal/state``."""
         counted = ("finished", "failed", "refused", "cancelled", "retries")
         return {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication
 
 PORTS_TRIED = 100  # from the one that was asked for; several processes of a host share the number
+REACHED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where we reach who listens on all addresses
 READ_TIMEOUT_S = 10.0  # a client that sends no request does not keep its thread for ever
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Exposition:
             return
         self._server.closing = True
         # The thread waits for a connection: here is one, which it does not answer.
-        address = (self.host, self.port)
+        address = (REACHED.get(self.host, self.host), self.port)
         with contextlib.suppress(OSError), socket.create_connection(address, READ_TIMEOUT_S):
             self._thread.join()
         self._server.server_close()

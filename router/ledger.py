@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.buckets import DURATION, STAGE, TOKENS, TPOT, TTFT, Tally, with_border
-from router.observation import FIRST_STAGES, SECOND_STAGES, Observation
+from router.observation import FIRST_STAGES, SECOND_STAGES, STATUSES, Observation
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Ledger:
         self.ttft = {stream: Tally(ttft) for stream in (False, True)}
         self.tpot = Tally(tpot)
         self.gaps = Tally(tpot)
-        self.durations: defaultdict[int, Tally] = defaultdict(lambda: Tally(DURATION))  # by code
+        self.durations: defaultdict[int, Tally] = defaultdict(
+            lambda: Tally(DURATION), {status: Tally(DURATION) for status in STATUSES}
+        )
         self.stages = {name: Tally(STAGE) for name in FIRST_STAGES + SECOND_STAGES}
         self.prompt_sizes = Tally(TOKENS)
         self.answer_sizes = Tally(TOKENS)

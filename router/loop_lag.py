@@ -1,7 +1,9 @@
 """How late the event loop of this process runs what is due (asyncio).
 
 A timer that is due ten times a second looks how late it is called. Whatever holds the loop up,
-holds up every token that passes through it.
+holds up every token that passes through it. What is due while the loop is held up counts as well,
+each time by how late it was: so the values are of moments in time, and a share of them is a share
+of the time, however long the loop stood still at once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from router.buckets import LAG, Tally
 
 EVERY_S = 0.1
+MOST_AT_ONCE = 6000  # after a stop of hours, counting all of it would hold the loop up again
 
 
 class LoopLag:
@@ -25,7 +28,7 @@ class LoopLag:
     def start(self) -> None:
         """Begin to look. Does nothing when it looks already."""
         if self._timer is None:
-            self._set()
+            self._set(time.monotonic() + self._every_s)
 
     def stop(self) -> None:
         """Look no more. May be called again."""
@@ -33,11 +36,14 @@ class LoopLag:
             self._timer.cancel()
             self._timer = None
 
-    def _set(self) -> None:
+    def _set(self, due: float) -> None:
+        # The clock is not loop.time(): uvloop's stands still in between.
         loop = asyncio.get_running_loop()
-        due = time.monotonic() + self._every_s  # not loop.time(): uvloop's stands still in between
-        self._timer = loop.call_later(self._every_s, self._look, due)
+        self._timer = loop.call_later(max(0.0, due - time.monotonic()), self._look, due)
 
     def _look(self, due: float) -> None:
-        self.tally.add(max(0.0, time.monotonic() - due))
-        self._set()
+        late = max(0.0, time.monotonic() - due)
+        missed = int(late / self._every_s)  # further times that were due by now
+        for times in range(max(0, missed + 1 - MOST_AT_ONCE), missed + 1):
+            self.tally.add(max(0.0, late - times * self._every_s))
+        self._set(due + (missed + 1) * self._every_s)

@@ -2,7 +2,8 @@
 
 The ledger (``router.ledger``) and the dispatcher count in plain Python on the event loop; a scrape,
 in a thread of its own, copies what is there. So no request and no token waits for an exporter. What
-can happen is exported from the start, as zero.
+can happen is exported from the start, as zero: of a series that begins with its first event, no
+rate sees that event.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from router.dispatch import Dispatcher
 from router.ledger import Ledger
 from router.loop_lag import LoopLag
 from router.worker import Worker
+from router.observation import STATUSES, error_type
 
 Key = tuple[str, ...]
 
 ROLES = ("prefill", "decode", "mixed")
 STATES = ("starting", "ready", "draining", "dead", "stalled")
 REQUESTS = [
-    (endpoint, stream, "200", "")
-    for endpoint, stream in product(("chat", "completions"), ("false", "true"))
+    (endpoint, stream, str(status), error_type(status))
+    for endpoint, stream, status in product(("chat", "completions"), ("false", "true"), STATUSES)
 ]
 REJECTIONS = [("queue_full",), ("queue_timeout",), ("too_long",), ("no_workers",)]
 LEFT_IN = [("queue",), ("prefill",), ("transfer",), ("decode",)]

@@ -112,6 +112,9 @@ class Observation:
         return sum(choice.retries for choice in self.choices)
 
 
+STATUSES = (200, 400, 401, 404, 413, 429, 499, 500, 503, 504)
+"""What a request for tokens can end by: 200, or an error of ``router.errors``."""
+
 ERROR_TYPES = {
     404: "not_found", 429: "overload", 499: "cancelled", 503: "unavailable", 504: "deadline",
 }  # fmt: skip

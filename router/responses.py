@@ -7,11 +7,13 @@ import math
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import openai_api
 from router.errors import BadRequest, RequestError, as_request_error
 from router.observe import note_failure
+
+REQUEST_ID = b"x-request-id"
 
 
 class AsgiResponse(Response):
@@ -29,6 +31,19 @@ class AsgiResponse(Response):
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
     """An error as the whole response."""
     return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+def one_request_id(send: Send) -> Send:
+    """``send``, without any ``x-request-id`` after a response's first."""
+
+    async def first_only(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            ids = [one for one in message.get("headers", ()) if one[0].lower() == REQUEST_ID]
+            kept = [one for one in message.get("headers", ()) if one[0].lower() != REQUEST_ID]
+            message = {**message, "headers": [*kept, *ids[:1]]}
+        await send(message)
+
+    return first_only
 
 
 def query_seconds(http: Request, name: str) -> float | None:

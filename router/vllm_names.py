@@ -4,8 +4,9 @@
 counts is the same: there is none for LoRA, sleep or sampling parameters, and ``request_success``
 does not say whether an answer ended by a stop or by its length. ``engine`` is the id of the router
 or worker. A router counts requests as clients see them and a worker as its engine does, so one that
-is being decoded runs at both: choose by ``engine``, or sum over one of them. The ``nixl_`` names
-are for all transports.
+is being decoded runs at both: choose by ``engine``, or sum over one of them. At a router an answer
+runs when it has workers, and waits when it has none; as with vLLM's own, none does both. The
+``nixl_`` names are for all transports.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.config import RouterSettings
+from router.dispatch import Dispatcher
 from router.exposition import Exposed
-from router.policy import Key
 from router.worker import Worker
 
 PREFIX = "vllm:"
@@ -41,7 +42,6 @@ class Alias:
 
 ALIASES = (
     # routers
-    Alias("num_requests_running", "baton_requests_in_flight"),
     Alias("num_requests_waiting", "baton_requests_queued"),
     Alias("prompt_tokens", "baton_prompt_tokens"),
     Alias("prompt_tokens_cached", "baton_cached_prompt_tokens"),
@@ -88,8 +88,8 @@ More = Callable[[], Iterable[Metric]]
 class WithVllmNames(Collector):
     """A registry's families, and after each its aliases, of the same moment.
 
-    ``more``: families that have no name of ours here: gateways choose a router by the use of KV
-    blocks as well, which only workers have.
+    ``more``: families that have no name of ours here: gateways choose a router by what waits, what
+    runs, and the use of KV blocks, which only workers have.
     """
 
     def __init__(self, registry: CollectorRegistry, engine: str, more: More = tuple) -> None:
@@ -117,20 +117,27 @@ def worker_view(compat: str, registry: CollectorRegistry, worker_id: str) -> Exp
 
 
 def router_view(
-    settings: RouterSettings, registry: CollectorRegistry, workers: dict[Key, Worker]
+    settings: RouterSettings, registry: CollectorRegistry, dispatcher: Dispatcher
 ) -> Exposed:
-    """What a router shows, by its ``metrics_compat``; ``workers`` are those it knows."""
+    """What a router shows, by its ``metrics_compat``."""
     if settings.metrics_compat != "vllm":
         return registry
-    about = "Share of the KV blocks of the workers that decode here: their mean"
     labels = {"model_name": settings.served_model, "engine": settings.router_id}
 
-    def kv_usage() -> list[Metric]:
-        family = GaugeMetricFamily(f"{PREFIX}kv_cache_usage_perc", about, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), decode_usage(list(workers.copy().values())))
-        return [family]
+    def gauge(name: str, about: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{PREFIX}{name}", about, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
+        return family
 
-    return WithVllmNames(registry, settings.router_id, kv_usage)
+    def more() -> list[Metric]:
+        workers = list(dispatcher.table.workers.copy().values())
+        about = "Share of the KV blocks of the workers that decode here: their mean"
+        return [
+            gauge("num_requests_running", "Answers that workers make", dispatcher.num_answering),
+            gauge("kv_cache_usage_perc", about, decode_usage(workers)),
+        ]
+
+    return WithVllmNames(registry, settings.router_id, more)
 
 
 def decode_usage(workers: Iterable[Worker]) -> float:

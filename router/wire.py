@@ -84,7 +84,8 @@ class WorkerCard:
     token_budget: int
     weights_bytes: int = 0  # memory that the model takes
     local_prefill: bool = False  # a decode worker that also computes whole prompts of new requests
-    metrics_port: int = 0  # on ``host``, for Prometheus; 0: none
+    metrics_port: int = 0  # for Prometheus; 0: none
+    metrics_host: str = ""  # where that one is; empty: on ``host``
 
 
 # --- handshake (router.link) ----------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Router:
         _log_to_stderr()
         folder = fetch(spec.config.model, report=log.info, weights=False)
         host = "127.0.0.1" if spec.one_host else _node_ip()
-        self._settings = router_settings(spec.config, folder, spec.secret, host)
+        self._settings = router_settings(spec.config, folder, spec.secret, host, spec.one_host)
         self._registry = RegistryClient(spec.registry)
         self._stop: asyncio.Task[None] | None = None
         self._api: Any = None
@@ -84,6 +84,7 @@ class Router:
         """Called by Serve on the replica, after the constructor."""
         from router.api import create_api
 
+        _answer_with_one_request_id()
         targets = self._registry.targets
         self._api = create_api(self._settings, self._discover, targets=targets)
         start_and_stop = self._api.router.lifespan_context
@@ -144,7 +145,8 @@ class WorkerReplica:
             facts = model_facts(folder, config.model)
             config = resolve_worker(role, config, replace(this_machine(), one_host=False), facts)
         self._drain_s = getattr(config, role).drain_s
-        self._worker = Worker(worker_settings(role, config, folder, host, spec.secret))
+        settings = worker_settings(role, config, folder, host, spec.secret, spec.one_host)
+        self._worker = Worker(settings)
         self._state, self._news = "", asyncio.Event()
         self._worker.on_load = self._on_load
         await self._worker.start()
@@ -204,6 +206,25 @@ def _log_to_stderr() -> None:
 def _node_ip() -> str:
     get: Any = ray.util.get_node_ip_address
     return str(get())
+def _answer_with_one_request_id() -> None:
+    """Serve appends an ``x-request-id`` to every response of a replica's HTTP server, whether there
+    is one or not: clients would read "ours, theirs", which names no request. The server starts
+    after this, and there is no other way to this class of Serve's.
+    """
+    from ray.serve._private import http_util
+
+    from router.responses import one_request_id
+
+    serves: Any = http_util
+    theirs: Any = serves.RequestIdMiddleware
+
+    class OneRequestId(theirs):  # type: ignore[misc]
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await super().__call__(scope, receive, one_request_id(send))
+
+    serves.RequestIdMiddleware = OneRequestId
+
+
 
 
 # --- building ----------------------------------------------------------------------------------

@@ -32,15 +32,23 @@ class WorkerSettings:
     stall_s: float = 20.0
     local_prefill: bool = False
     pull_faults: str = ""
+    metrics_host: str = ""  # where its metrics port listens; empty: on ``host``
     metrics_port: int = 0  # it, or the first free one after it; 0: any free one
     metrics_compat: str = ""  # whose names series have besides
     tracing_endpoint: str = ""
 
 
+def metrics_host(config: AppConfig, host: str, one_host: bool) -> str:
+    """Where a process on ``host`` shows its metrics: who reaches the API of one host, and asks it
+    where they are, must reach them as well.
+    """
+    return config.host if one_host else host
+
+
 def worker_settings(
-    role: str, config: AppConfig, folder: Path, host: str, secret: bytes
+    role: str, config: AppConfig, folder: Path, host: str, secret: bytes, one_host: bool = True
 ) -> WorkerSettings:
-    """Settings of a new worker; ``config`` is resolved, the model is in ``folder``."""
+    """Settings of a new worker on ``host``; ``config`` is resolved, the model is in ``folder``."""
     pool: WorkerConfig = getattr(config, role)
     return WorkerSettings(
         worker_id=f"{role}-{secrets.token_hex(4)}",
@@ -60,6 +68,7 @@ def worker_settings(
         stall_s=pool.stall_s,
         local_prefill=pool.local_prefill,
         pull_faults=pool.pull_faults,
+        metrics_host=metrics_host(config, host, one_host),
         metrics_port=config.metrics_port,
         metrics_compat=config.metrics_compat,
         tracing_endpoint=config.tracing_endpoint,
@@ -67,7 +76,11 @@ def worker_settings(
 
 
 def router_settings(
-    config: AppConfig, folder: Path, secret: bytes, host: str = "127.0.0.1"
+    config: AppConfig,
+    folder: Path,
+    secret: bytes,
+    host: str = "127.0.0.1",
+    one_host: bool = True,
 ) -> RouterSettings:
     """Settings of a new router on ``host``; ``config`` is resolved, the model is in ``folder``."""
     return RouterSettings(
@@ -77,7 +90,7 @@ def router_settings(
         router_id=f"router-{secrets.token_hex(4)}",
         replicas=tuple((role, pool.replicas) for role, pool in config.pools()),
         secret=secret,
-        metrics_host=host,
+        metrics_host=metrics_host(config, host, one_host),
         metrics_port=config.metrics_port,
         metrics_compat=config.metrics_compat,
         tracing_endpoint=config.tracing_endpoint,

@@ -110,8 +110,8 @@ class Worker:
             self._on_close,
             self._progress,
         )
-        port = settings.metrics_port
-        self._exposition = await asyncio.to_thread(Exposition, self._shown, settings.host, port)
+        host, port = settings.metrics_host or settings.host, settings.metrics_port
+        self._exposition = await asyncio.to_thread(Exposition, self._shown, host, port)
         self.card = wire.WorkerCard(
             worker_id=settings.worker_id,
             epoch=self.epoch,
@@ -130,6 +130,7 @@ class Worker:
             weights_bytes=self._weights_bytes,
             local_prefill=settings.local_prefill and settings.role == "decode",
             metrics_port=self._exposition.port,
+            metrics_host=self._exposition.host,
         )
         self._loop.start()
         self._lag.start()

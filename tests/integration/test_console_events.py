@@ -72,7 +72,9 @@ def test_the_page_is_public_and_its_data_is_not() -> None:
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             for path in pages.paths():
-                assert (await at.http.get(path)).status_code == 200, path
+                assert (await at.http.get(path)).status_code in (200, 307), path
+            slash = await at.http.get("/console/", follow_redirects=True)
+            assert slash.text == page.text
             for path in ("/internal/events", "/internal/state", "/console/other.js"):
                 assert (await at.http.get(path)).status_code == 401, path
             async with listening(at, headers=KEY) as events:
@@ -95,7 +97,7 @@ def test_files_are_asked_for_again_but_sent_once() -> None:
             assert (await at.http.head("/internal/events")).status_code == 200
             assert (await at.http.get("/console/none.js")).status_code == 404
             slash = await at.http.get("/console/")
-            assert slash.headers["location"].endswith("/console")
+            assert slash.headers["location"] == "../console"  # whatever a proxy has before that
 
     run(scenario)
 

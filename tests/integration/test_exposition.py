@@ -79,6 +79,22 @@ def test_the_port_that_was_asked_for_is_taken_when_it_is_free(registry: Collecto
     again.close()
 
 
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
+def test_on_all_addresses_it_answers_on_each_and_ends(
+    registry: CollectorRegistry, everywhere: str
+) -> None:
+    try:
+        page = Exposition(registry, everywhere)
+    except OSError:
+        pytest.skip("no such addresses here")
+    assert page.host == everywhere
+    for address in ("127.0.0.1", "127.0.0.2"):
+        assert "left 2.0" in scrape(f"http://{address}:{page.port}/metrics")
+    page.close()
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=5)
+
+
 def test_an_address_of_another_machine_is_an_error(registry: CollectorRegistry) -> None:
     with pytest.raises(OSError, match="assign"):
         Exposition(registry, "192.0.2.1")

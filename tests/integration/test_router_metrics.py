@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from router import connection, wire, worker as worker_module
 from router.link import Link
 from router.observation import FIRST_STAGES, SECOND_STAGES, Observation
+from router.vllm_names import router_view
 from tests.integration.deployed import Deployment, deployed, run
 from tests.integration.fake_worker import MODEL
 from tests.integration.measuring_client import Seen, ask
@@ -130,7 +133,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], int, str, str]] = [
     ({**BODY, "prompt": "x" * 600}, {}, 400, "validation", "too_long"),
     ({**BODY, "prompt": "x" * 4000}, {}, 413, "validation", ""),
     (BODY, {"content-type": "text/plain"}, 400, "validation", ""),
-    (BODY, {"authorization": "Bearer wrong"}, 401, "validation", ""),
+    ({**STREAM, "model": "another"}, {}, 404, "not_found", ""),
+    ({**STREAM, "temperature": 9}, {}, 400, "validation", ""),
+    ({**STREAM, "frequency_penalty": "much"}, {}, 400, "validation", ""),
+    (STREAM, {"authorization": "Bearer wrong"}, 401, "validation", ""),
 ]
 """(body, headers, status, type of error, why it was rejected)"""
 
@@ -145,7 +151,9 @@ def test_requests_that_are_wrong() -> None:
                 assert response.status_code == code, response.text
                 await over(at)
                 series = (await Series.of(at.http)).since(before)
-                labels = {"endpoint": "completions", "stream": "false", "error_type": kind}
+                read = code not in (401, 413) and "content-type" not in headers
+                stream = "true" if body.get("stream") and read else "false"
+                labels = {"endpoint": "completions", "stream": stream, "error_type": kind}
                 assert series.value("baton_requests_total", code=str(code), **labels) == 1
                 assert series["baton_requests_total"] == 1
                 assert series.count("baton_request_duration_seconds", code=str(code)) == 1
@@ -166,7 +174,8 @@ def test_requests_that_are_wrong() -> None:
 def test_a_full_queue_and_a_queue_that_takes_too_long() -> None:
     async def scenario() -> None:
         pace = Pace()
-        async with paced(pace, max_num_seqs=1, max_queue=1, queue_timeout_s=0.3) as at:
+        limits = {"max_queue": 1, "queue_timeout_s": 1.5, "slo_ttft_s": 30.0}
+        async with paced(pace, max_num_seqs=1, **limits) as at:
             holding = asyncio.ensure_future(
                 ask(port_of(at), PATH, {**STREAM, "prompt": "stuck one"}, leave_when=ended.wait)
             )
@@ -179,6 +188,7 @@ def test_a_full_queue_and_a_queue_that_takes_too_long() -> None:
             assert (await at.post(PATH, STREAM)).status_code == 429
             assert (await waiting).status_code == 429
             ended.set()
+            assert vllms(at) == {"running": 1, "waiting": 1}, "none is both"
             await holding
             await over(at)
             series = await Series.of(at.http)
@@ -188,7 +198,8 @@ def test_a_full_queue_and_a_queue_that_takes_too_long() -> None:
             assert by_kind == {"overload": 2, "cancelled": 1}
             assert series.by("baton_client_disconnects_total", "stage") == {"prefill": 1}
             assert series["baton_requests_queued"] == series["baton_requests_in_flight"] == 0
-            # Refused for lack of room is bad; the one that left had waited for less than 2 s.
+            assert vllms(at) == {"running": 0, "waiting": 0}
+            # Refused for lack of room is bad; the one that left had not waited for long.
             assert series.by("baton_slo_requests_total", "slo") == {"ttft": 2, "both": 2}
             assert series.by("baton_slo_requests_total", "verdict") == {"bad": 4}
 
@@ -199,6 +210,14 @@ def test_a_full_queue_and_a_queue_that_takes_too_long() -> None:
 def test_no_workers_and_a_deadline() -> None:
     async def scenario() -> None:
         async with deployed(request_timeout_s=0.3, comeback_s=0.05) as at:
+def vllms(at: Deployment) -> dict[str, float]:
+    """vLLM's gauges of requests, of this router."""
+    settings = replace(at.front._settings, metrics_compat="vllm")
+    shown = router_view(settings, at.front.metrics.registry, at.dispatcher)
+    series = Series(generate_latest(shown).decode())
+    return {state: series[f"vllm:num_requests_{state}"] for state in ("running", "waiting")}
+
+
             at.p.hook = lambda link, message: isinstance(message, wire.Prefill)
             assert (await at.post(PATH, BODY)).status_code == 504
             at.p.hook = None
@@ -248,6 +267,7 @@ def test_b103_each_outcome_is_counted_once() -> None:
             sent = [ask(port, PATH, STREAM) for _ in range(10)]
             for index in range(10):
                 prompt = f"stuck {index}"
+            before = await Series.of(at.http)
                 left = pace.reached(prompt).wait
                 sent.append(ask(port, PATH, {**STREAM, "prompt": prompt}, leave_when=left))
             stops = {**STREAM, "prompt": "stops x", "max_tokens": 50}
@@ -269,6 +289,7 @@ def test_b103_each_outcome_is_counted_once() -> None:
             await at.idle()
 
     run(scenario)
+            assert series.labels() == before.labels(), "a series began with its first event"
 
 
 # --- times ----------------------------------------------------------------------------------------

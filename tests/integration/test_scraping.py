@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router import wire
@@ -60,7 +61,7 @@ def test_a_router_shows_its_metrics_on_its_port_and_on_the_apis() -> None:
             assert page.status_code == 200
             assert page.headers["content-type"].startswith("text/plain; version=")
             async with httpx2.AsyncClient() as other:
-                own = await other.get(f"http://{front.target.address}/metrics")
+                own = await other.get(f"http://{front.target.address()}/metrics")
             assert names(page.text) == names(own.text) >= {"baton_requests", "baton_workers"}
         assert front.target is None
 
@@ -122,6 +123,29 @@ def test_targets_are_what_prometheus_reads() -> None:
         {"targets": ["10.0.0.2:9000"], "labels": labels("decode")},
         {"targets": ["[fd00::1]:9001"], "labels": labels("router")},
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("baton.example:8000", "baton.example:9000"),
+        ("192.0.2.7", "192.0.2.7:9000"),
+        ("[2001:db8::1]:8000", "[2001:db8::1]:9000"),
+        ("[no address", "router:9000"),  # the server's own, as our client's transport has it
+    ],
+)
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
+def test_who_listens_on_all_addresses_is_named_by_the_one_that_was_asked(
+    everywhere: str, asked: str, told: str
+) -> None:
+    """The reader may be on another host, where 127.0.0.1 is itself."""
+
+    async def targets() -> list[Target]:
+        here = Target(everywhere, 9000, "router", "router-1", "m")
+        return [here, replace(here, host="10.0.0.2", role="decode")]
+
+    groups = ask(TARGETS, {"host": asked}, targets).json()
+    assert [group["targets"] for group in groups] == [["10.0.0.2:9000"], [told]]
 
 
 def test_a_registry_that_does_not_answer_is_not_an_empty_one() -> None:

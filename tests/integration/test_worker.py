@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -258,9 +259,12 @@ async def replaces_its_transport(folder: Path) -> None:
 
 
 async def counts_what_it_does(folder: Path) -> None:
-    async with running(folder) as (worker, router, link):
+    async with running(folder, metrics_host="0.0.0.0") as (worker, router, link):
         assert worker.card is not None
-        host, port = worker.card.host, worker.card.metrics_port
+        host, port = "127.0.0.2", worker.card.metrics_port
+        assert (worker.card.host, worker.card.metrics_host) == ("127.0.0.1", "0.0.0.0")
+        with pytest.raises(ConnectionRefusedError):  # there are its metrics and nothing else
+            socket.create_connection((host, worker.card.port))
 
         async def page(when: Callable[[Page], bool] = lambda page: True) -> Page:
             async with asyncio.timeout(WAIT_S):

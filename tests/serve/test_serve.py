@@ -247,6 +247,35 @@ def test_completions_by_the_official_client(api: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("headers", "named", "expected"),
+    [
+        ({}, {}, None),
+        ({"x-request-id": "mine-1"}, {}, "mine-1"),
+        ({"x-request-id": "mine-2"}, {"request_id": "body-2"}, "body-2"),
+        ({"X-Request-ID": "two words"}, {}, None),  # unfit for a log: it gets one of ours
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_one_request_id(
+    server: Served, headers: dict[str, str], named: dict[str, str], expected: str | None,
+    stream: bool,
+) -> None:  # fmt: skip
+    """Serve adds one of its own to each response."""
+    body = {"prompt": PROMPT, "max_tokens": 2, "stream": stream, **named}
+    address = server.url.removeprefix("http://")
+    with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body),
+            {"Content-Type": "application/json", **headers},
+        )  # fmt: skip
+        response = connection.getresponse()
+        text = response.read().decode()
+    (found,) = response.headers.get_all("x-request-id", [])
+    assert f'"id":"cmpl-{found}"' in text
+    assert expected in (None, found)
+
+
 def test_an_error_as_the_official_client_shows_it(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         api.completions.create(model=MODEL, prompt="a", temperature=-1)

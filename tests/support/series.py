@@ -38,6 +38,10 @@ class Series:
             ]
         return difference
 
+    def labels(self) -> set[tuple[str, Labels]]:
+        """Which series there are."""
+        return {(name, known) for name, samples in self._samples.items() for known, _ in samples}
+
     def __getitem__(self, name: str) -> float:
         return self.value(name)
 

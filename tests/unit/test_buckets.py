@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
+from router import loop_lag
 from router.buckets import TPOT, TTFT, Tally, with_border
 from router.ledger import Ledger, Objectives
 from router.loop_lag import LoopLag
@@ -82,3 +84,75 @@ def test_loop_lag_sees_a_loop_that_is_held_up() -> None:
     tally = asyncio.run(scenario())
     late = dict(tally.cumulative())
     assert late["+Inf"] - late["0.25"] >= 1
+
+
+@pytest.mark.parametrize("held_s", [0.1, 4.0])
+def test_of_a_loop_that_stands_still_each_moment_counts(
+    monkeypatch: pytest.MonkeyPatch, held_s: float
+) -> None:
+    """A loop that stands still for 5 % of the time is that late in about 5 % of the values, whether
+    for a moment each second or for seconds once in a while: p99 of the values sees both.
+    """
+    clock = Clock()
+    monkeypatch.setattr(loop_lag, "time", clock)
+
+    async def scenario() -> Tally:
+        lag = LoopLag(every_s=0.01)
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", clock.call_later)
+        lag.start()
+        for _ in range(20):
+            clock.go(held_s * 19)
+            clock.stand_still(held_s)
+        monkeypatch.undo()
+        return lag.tally
+
+    tally = asyncio.run(scenario())
+    assert tally.count == pytest.approx(20 * held_s * 20 / 0.01, rel=0.01)
+    late = tally.count - dict(tally.cumulative())["0.001"]
+    assert late / tally.count == pytest.approx(0.05, abs=0.01)
+    assert tally.quantile(0.99) >= held_s * 0.7
+
+
+def test_a_stop_of_hours_is_counted_without_another_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(loop_lag, "time", clock)
+
+    async def scenario() -> Tally:
+        lag = LoopLag(every_s=0.1)
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", clock.call_later)
+        lag.start()
+        clock.stand_still(12 * 3600)
+        clock.go(1)
+        monkeypatch.undo()
+        return lag.tally
+
+    tally = asyncio.run(scenario())
+    assert tally.count == pytest.approx(loop_lag.MOST_AT_ONCE + 10, abs=2)
+    assert dict(tally.cumulative())["0.001"] == pytest.approx(10, abs=2)
+
+
+class Clock:
+    """``time`` and the timers of a loop, for one timer at a time."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+        self._timer: tuple[float, Callable[..., None], tuple[float, ...]] | None = None
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def call_later(self, in_s: float, call: Callable[..., None], *args: float) -> None:
+        self._timer = self._now + in_s, call, args
+
+    def go(self, seconds: float) -> None:
+        """Time passes, and what is due is called then."""
+        end = self._now + seconds
+        while self._timer is not None and self._timer[0] <= end:
+            due, call, args = self._timer
+            self._timer, self._now = None, max(self._now, due)
+            call(*args)
+        self._now = end
+
+    def stand_still(self, seconds: float) -> None:
+        """Time passes, and nothing is called."""
+        self._now += seconds

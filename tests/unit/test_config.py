@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services import settings
 from services.config import (
     ROLES,
     AppConfig,
@@ -18,7 +19,7 @@ from services.config import (
 )
 from services.engine.config import EngineConfig
 from services.resolve import Machine, ModelFacts, resolve
-from services.settings import WorkerSettings
+from services.settings import WorkerSettings, router_settings, worker_settings
 
 GIB = 2**30
 LAPTOP = Machine(cores=8, memory_bytes=16 * GIB)
@@ -320,6 +321,25 @@ def test_worker_settings_can_be_pickled_and_hide_the_secret() -> None:
     )  # fmt: skip
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert "never shown" not in repr(settings)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.0.2.7"])
+def test_on_one_host_metrics_are_where_the_api_is_and_workers_are_not(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks the API where the metrics are has to reach them; nobody but routers the workers."""
+    config = resolve(configured(host=host), LAPTOP, MODEL)
+    monkeypatch.setattr(settings, "weights_id", lambda folder: "digest")
+    folder = Path("model")
+    worker = worker_settings("decode", config, folder, "127.0.0.1", b"s" * 32)
+    assert (worker.host, worker.metrics_host) == ("127.0.0.1", host)
+    assert router_settings(config, folder, b"s" * 32).metrics_host == host
+    # On a cluster, where Serve's own configuration says where the API is, at the node's address.
+    node = "10.0.0.3"
+    worker = worker_settings("decode", config, folder, node, b"s" * 32, one_host=False)
+    assert (worker.host, worker.metrics_host) == (node, node)
+    router = router_settings(config, folder, b"s" * 32, node, one_host=False)
+    assert router.metrics_host == node
 
 
 def test_the_example_can_be_used() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from itertools import product
 
 import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -11,8 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from router import wire
 from router.config import RouterConfig, RouterSettings
 from router.dispatch import Dispatcher
+from router.errors import RequestError
 from router.ledger import Ledger, Objectives
 from router.metrics import RouterMetrics
+from router.observation import error_type
 
 MODEL = "tiny"
 LABELS = {
@@ -42,7 +46,6 @@ LABELS = {
     "baton_autoscale_replicas": "role kind",
     "baton_event_loop_lag_seconds": "",
 }
-"""By family, which for a counter has no ``_total``. All but the last have ``model`` besides."""
 
 
 async def _nobody() -> list[wire.WorkerCard]:
@@ -71,8 +74,7 @@ def test_every_series_of_the_contract_is_there_with_its_labels() -> None:
         expected = set(LABELS[name].split())
         if name != "baton_event_loop_lag_seconds":
             expected.add("model")
-        # Of durations by code there are none before the first request.
-        assert family.samples or name == "baton_request_duration_seconds", name
+        assert family.samples, name
         for sample in family.samples:
             assert sample.labels.keys() - {"le"} == expected, sample
             assert sample.labels.get("model", MODEL) == MODEL
@@ -93,6 +95,21 @@ def test_objectives_and_their_borders() -> None:
         assert registry.get_sample_value("baton_slo_objective_seconds", labels) == seconds
     for name, labels in (
         ("baton_time_to_first_token_seconds", {"stream": "true", "le": "1.7"}),
+def test_each_error_is_there_before_it_happens() -> None:
+    """``rate`` does not see the event with which a series begins."""
+    registry = metrics().registry
+    errors = list(RequestError.__subclasses__())
+    assert {400, 404, 429, 499, 500, 503, 504} <= {error.status for error in errors}
+    for status in (200, *(error.status for error in errors)):
+        labels = {"model": MODEL, "code": str(status)}
+        for endpoint, stream in product(("chat", "completions"), ("true", "false")):
+            asked = {"endpoint": endpoint, "stream": stream, "error_type": error_type(status)}
+            assert registry.get_sample_value("baton_requests_total", {**labels, **asked}) == 0
+        for series in ("count", "sum"):
+            name = f"baton_request_duration_seconds_{series}"
+            assert registry.get_sample_value(name, labels) == 0, status
+
+
         ("baton_time_per_output_token_seconds", {"le": "0.033"}),
         ("baton_inter_token_latency_seconds", {"le": "0.033"}),
     ):
@@ -101,7 +118,7 @@ def test_objectives_and_their_borders() -> None:
 
 def test_the_wanted_replicas_come_from_the_configuration() -> None:
     registry = metrics(replicas=(("prefill", 2), ("decode", 3))).registry
-    for role, number in (("prefill", 2), ("decode", 3), ("mixed", 0)):
+    for role, number in (("prefill", 2), ("decode", 3), ("mixed", 0), ("router", 1)):
         labels = {"model": MODEL, "role": role, "kind": "target"}
         assert registry.get_sample_value("baton_autoscale_replicas", labels) == number
 
