@@ -47,7 +47,7 @@ RAY_PATHS = {
 OPTIONS_OF_NOTHING = {"block"}  # KubeRay adds it itself
 AGENT_PORT = "52365"  # where every node's Ray agent answers probes
 
-CASES = [(variant, name) for variant in VARIANTS for name in ("baton", LONG)]
+CASES = [*((variant, "baton") for variant in VARIANTS), ("everything-on", LONG)]
 
 
 each_case = pytest.mark.parametrize(("variant", "name"), CASES)
