@@ -88,7 +88,7 @@ def resolve_shared(config: AppConfig, machine: Machine, model: ModelFacts) -> Ap
         auto_devices = "lo" if machine.one_host else "all"
         pools[role] = replace(
             pool,
-            transport=_resolve_transport(role, pool.transport, machine),
+            transport=_resolve_transport(role, pool.transport, machine, engine.device),
             net_devices=auto_devices if pool.net_devices == "auto" else pool.net_devices,
             engine=engine,
         )
@@ -102,6 +102,11 @@ def resolve_worker(role: str, config: AppConfig, machine: Machine, model: ModelF
     """A shared configuration, and one role's engine as it fits the worker's own machine (pure)."""
     pool: WorkerConfig = getattr(config, role)
     engine = _resolve_engine(role, pool.engine, config.sharers, machine, model)
+    if engine.device == "cuda" and pool.transport == "tcp":
+        raise ConfigError(
+            f"{role}.transport: 'tcp' moves what is in host memory, but KV is on the GPU here; use"
+            " nixl, which takes TCP where there is no RDMA"
+        )
     changes: dict[str, Any] = {role: replace(pool, engine=engine)}
     return replace(config, **changes)
 
@@ -179,7 +184,7 @@ def with_chunk_budget(role: str, engine: EngineConfig) -> EngineConfig:
     return replace(engine, chunk_budget=engine.chunk_budget or part)
 
 
-def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
+def _resolve_transport(role: str, transport: str, machine: Machine, device: str) -> str:
     if transport == "memory" and not machine.one_process:
         raise ConfigError(
             f"{role}.transport: 'memory' works inside one process only (baton local);"
@@ -187,8 +192,10 @@ def _resolve_transport(role: str, transport: str, machine: Machine) -> str:
         )
     if transport != "auto":
         return transport
-    one_sided = "nixl" if machine.linux and machine.one_host else "tcp"
-    return "memory" if machine.one_process else one_sided
+    if machine.one_process:
+        return "memory"
+    on_gpu = device == "cuda" or (device == "auto" and machine.cuda)
+    return "nixl" if machine.linux and (machine.one_host or on_gpu) else "tcp"
 
 
 def _pool_blocks(

@@ -8,7 +8,7 @@ from services.doctor.devices import Adapter
 from services.doctor.findings import Finding, Level
 from services.doctor.trial import Outcome, Way
 
-GPUDIRECT = "cuda_copy,cuda_ipc"  # without these UCX does not know GPU memory
+CUDA = "cuda_copy"  # without it UCX does not know GPU memory
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ def ways_from_here(
     adapters: list[Adapter], gpu: bool, need_rdma: bool, environment: Mapping[str, str] = os.environ
 ) -> list[Try]:
     """``gpu``: there is one that torch can use. Pools in host memory unless the name says GPU."""
-    use_tcp = "without it there is transport: tcp, which needs nothing but sockets"
     tries = [
         Try(
             "tcp",
@@ -38,7 +37,8 @@ def ways_from_here(
             "ucx tcp",
             Way("nixl over sockets", "nixl", "tcp", "lo"),
             Level.FAIL,
-            f"install nixl anew (pip install --force-reinstall nixl); {use_tcp}",
+            "install nixl anew (pip install --force-reinstall nixl). What is in host memory can do"
+            " without: transport: tcp",
         ),
         Try(
             "ucx shm",
@@ -50,8 +50,11 @@ def ways_from_here(
         ),
     ]
     if gpu:
-        way = Way("nixl, GPU memory", "nixl", f"tcp,{GPUDIRECT}", "lo", "cuda")
-        mend = f"look whether nixl is built for the driver's CUDA (pip show nixl); {use_tcp}"
+        way = Way("nixl, GPU memory", "nixl", f"tcp,{CUDA}", "lo", "cuda")
+        mend = (
+            "KV on GPUs goes by no other way: compare the driver's CUDA (nvidia-smi) with what nixl"
+            " has been built for (pip show nixl-cu12 nixl-cu13)"
+        )
         tries.append(Try("ucx cuda", way, Level.FAIL, mend))
     level = Level.FAIL if need_rdma else Level.WARN
     for adapter in adapters:
@@ -74,14 +77,12 @@ def _rdma(adapter: Adapter, gpu: bool, level: Level) -> list[Try]:
     library = " and libefa.so.1 (Debian: ibverbs-providers)" if adapter.efa else ""
     mend = (
         f"see `locked memory` and `rdma` above; {tls} needs /dev/infiniband, IPC_LOCK{library}."
-        " Until then, transport: tcp"
+        " Until then, UCX_TLS without it"
     )
     name = adapter.ucx_name
     tries = [Try(f"ucx {tls}", Way(f"nixl, {tls} on {name}", "nixl", tls, name), level, mend)]
     if gpu:
-        way = Way(
-            f"nixl, GPU memory by {tls} on {name}", "nixl", f"{tls},{GPUDIRECT}", name, "cuda"
-        )
+        way = Way(f"nixl, GPU memory by {tls} on {name}", "nixl", f"{tls},{CUDA}", name, "cuda")
         tries.append(Try(f"ucx {tls} gpu", way, level, f"see `gpudirect` above; {mend}"))
     return tries
 

@@ -169,6 +169,13 @@ def test_without_rdma_there_is_nothing_of_it() -> None:
     assert made.serve_args()["decode"]["transport"] == "tcp"
 
 
+def test_kv_of_gpus_goes_by_nixl_with_rdma_or_without() -> None:
+    made = render({"decode": {"gpus": 1}, "prefill": {"gpus": 1}})
+    assert {made.serve_args()[role]["transport"] for role in ("prefill", "decode")} == {"nixl"}
+    message = refusal({"kvTransfer": {"transport": "tcp"}, "decode": {"gpus": 1}})
+    assert "decode: its KV is on a GPU" in message
+
+
 def test_host_network_needs_the_nodes_addresses() -> None:
     message = refusal({"rdma": {"enabled": True, "hostNetwork": True}})
     assert "networkPolicy.nodeCIDRs" in message

@@ -16,13 +16,20 @@ The Serve config of the RayService. Its `args` are the keys of `baton serve --co
 {{- if and .root.Values.rdma.enabled (index .root.Values .role).rdma -}}true{{- end -}}
 {{- end -}}
 
-{{/* How KV moves. One transport for all: what is sent by one is read by the other. */}}
+{{/*
+How KV moves. One transport for all: what is sent by one is read by the other. Plain TCP reads host
+memory only; what is on GPUs goes by NIXL, which finds RDMA, or takes TCP itself.
+*/}}
 {{- define "baton.transport" -}}
+{{- $gpus := 0 -}}
+{{- range $role := list "prefill" "decode" "mixed" -}}
+{{- $gpus = add $gpus (index $.Values $role).gpus -}}
+{{- end -}}
 {{- $transport := .Values.kvTransfer.transport -}}
 {{- if ne $transport "auto" -}}
 {{- $transport -}}
 {{- else -}}
-{{- ternary "nixl" "tcp" .Values.rdma.enabled -}}
+{{- ternary "nixl" "tcp" (or .Values.rdma.enabled (gt $gpus 0)) -}}
 {{- end -}}
 {{- end -}}
 
@@ -52,7 +59,11 @@ its node, so none of these would be found out there.
 {{- with $rdma.netDevices -}}{{- $_ := set $own "net_devices" . -}}{{- end -}}
 {{- end -}}
 {{- /* One, whatever there are: how many is said beside `args`, so that scaling restarts nobody. */ -}}
-{{- toYaml (merge (dict "replicas" 1) $values.config $own) -}}
+{{- $args := merge (dict "replicas" 1) $values.config $own -}}
+{{- if and (eq $args.device "cuda") (eq $args.transport "tcp") -}}
+{{- fail (printf "%s: its KV is on a GPU, which the transport tcp does not reach; set kvTransfer.transport to nixl, which takes TCP where there is no RDMA" .role) -}}
+{{- end -}}
+{{- toYaml $args -}}
 {{- end -}}
 
 {{/* All of `args`. */}}
