@@ -44,6 +44,7 @@ class LeaseStatus(Enum):
 class _Lease:
     owner: str
     block_ids: list[int]
+    since: float
     deadline: float
 
 
@@ -83,6 +84,10 @@ class Exporter:
         """Leases that were given back since the start."""
         return self._ended[LeaseStatus.RELEASED]
 
+    def oldest_since(self) -> float | None:
+        """When the oldest of the leases began; None without leases. From any thread."""
+        return min((lease.since for lease in list(self._leases.values())), default=None)
+
     def next_expiry(self) -> float | None:
         """When :meth:`expire` is due next; None without leases."""
         return min((lease.deadline for lease in self._leases.values()), default=None)
@@ -99,7 +104,7 @@ class Exporter:
         ticket_id = self._new_id(TICKET_ID_BYTES)
         assert ticket_id not in self._leases
         block_ids, packed = self._sign(ticket_id, 0, blocks, num_tokens, prefix)
-        self._leases[ticket_id] = _Lease(owner, block_ids, now + self.lease_s)
+        self._leases[ticket_id] = _Lease(owner, block_ids, now, now + self.lease_s)
         self._exported += 1
         return Export(ticket_id, packed, self.lease_s)
 

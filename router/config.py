@@ -66,6 +66,7 @@ class RouterSettings:
     router_id: str
     secret: bytes = field(repr=False)  # of the deployment; the workers have the same
     replicas: tuple[tuple[str, int], ...] = ()  # workers by role, as the operator wants them
+    routers: int = 1  # of this deployment, the same
     metrics_host: str = "127.0.0.1"  # where its metrics port listens
     metrics_port: int = 0  # it, or the first free one after it; 0: any free one
     metrics_compat: str = ""  # whose names series have besides: "vllm"

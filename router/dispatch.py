@@ -79,6 +79,7 @@ class Dispatcher:
         self._first_ready = math.inf  # when there was one for the first time
         self._was_complete = False
         self.wanted = settings.replicas  # workers by role; Serve may say others meanwhile
+        self.wanted_routers = settings.routers  # the same
         self._turn = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -126,13 +127,13 @@ class Dispatcher:
         """Requests that are neither finished, failed nor cancelled, proofs included."""
         return len(self._jobs)
 
-    def state(self) -> dict[str, Any]:
     @property
     def num_answering(self) -> int:
         """Answers that have a pair, proofs not included. Any thread may ask."""
         jobs = self._jobs.copy()
         return sum(job.current is not None and job.only is None for job in jobs)
 
+    def state(self) -> dict[str, Any]:
         """For ``GET /internal/state``."""
         counted = ("finished", "failed", "refused", "cancelled", "retries")
         return {

@@ -8,6 +8,7 @@ rate sees that event.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import product
@@ -26,8 +27,8 @@ from router.config import RouterSettings
 from router.dispatch import Dispatcher
 from router.ledger import Ledger
 from router.loop_lag import LoopLag
-from router.worker import Worker
 from router.observation import STATUSES, error_type
+from router.worker import Worker
 
 Key = tuple[str, ...]
 
@@ -64,6 +65,7 @@ class RouterMetrics(Collector):
         self.loop_lag = LoopLag()
         self._model = settings.served_model
         self._policy = settings.config.policy
+        self._started = time.time()
         self._ledger = ledger
         self._requests = requests
         self._dispatcher = dispatcher
@@ -82,6 +84,8 @@ class RouterMetrics(Collector):
             (),
             [((), self.loop_lag.tally)],
         )
+        text = "When this process began, in seconds since 1970"
+        yield GaugeMetricFamily("baton_process_start_time_seconds", text, value=self._started)
 
     # --- families --------------------------------------------------------------------------------
 
@@ -249,9 +253,11 @@ class RouterMetrics(Collector):
         for role in ROLES:
             replicas[role, "actual"] = table.registered[role]
             replicas[role, "target"] = wanted.get(role, 0)
+        # How many there are, only who sees all of them can tell: rules count targets.
+        replicas["router", "target"] = self._dispatcher.wanted_routers
         yield self._gauge(
             "baton_autoscale_replicas",
-            "Workers that are registered, and that there should be",
+            "Workers that are registered, and workers and routers that there should be",
             ("role", "kind"),
             replicas,
         )

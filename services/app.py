@@ -100,14 +100,17 @@ class Router:
         return self._api
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Called by Serve at the start, and when only this has changed: ``workers`` by role.
+        """Called by Serve at the start, and when only this has changed: ``workers`` by role, and how
+        many ``routers``.
 
         A Serve config that scales by ``num_replicas`` says here what routers shall expect.
         """
         workers = tuple((role, int(num)) for role, num in user_config["workers"].items())
-        self._settings = replace(self._settings, replicas=workers)
+        routers = int(user_config.get("routers", self._settings.routers))
+        self._settings = replace(self._settings, replicas=workers, routers=routers)
         if self._api is not None:
-            self._api.state.front.dispatcher.wanted = workers
+            dispatcher = self._api.state.front.dispatcher
+            dispatcher.wanted, dispatcher.wanted_routers = workers, routers
 
     async def _prove_a_pair(self) -> None:
         """A router that joins running workers takes requests when it could pass them on."""
@@ -203,9 +206,6 @@ def _log_to_stderr() -> None:
         logging.getLogger(package).setLevel(logging.INFO)
 
 
-def _node_ip() -> str:
-    get: Any = ray.util.get_node_ip_address
-    return str(get())
 def _answer_with_one_request_id() -> None:
     """Serve appends an ``x-request-id`` to every response of a replica's HTTP server, whether there
     is one or not: clients would read "ours, theirs", which names no request. The server starts
@@ -225,6 +225,9 @@ def _answer_with_one_request_id() -> None:
     serves.RequestIdMiddleware = OneRequestId
 
 
+def _node_ip() -> str:
+    get: Any = ray.util.get_node_ip_address
+    return str(get())
 
 
 # --- building ----------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class _Reader(Collector):
         self._names = dict(names)
         self._transport = {"transport": transport}
         self._sources = sources
+        self._started = time.time()
 
     def describe(self) -> list[Metric]:
         """The same names always."""
@@ -84,12 +85,17 @@ class _Reader(Collector):
         lag = HistogramMetricFamily("baton_event_loop_lag_seconds", text)
         lag.add_metric((), self._sources.lag.cumulative(), self._sources.lag.total)
         yield lag
+        text = "When this process began, in seconds since 1970"
+        yield GaugeMetricFamily("baton_process_start_time_seconds", text, value=self._started)
 
     def _engine(self) -> Iterator[Metric]:
         load, tallies = self._sources.load(), self._sources.tallies
         steps, meter = self._sources.engine.scheduler.stats, tallies.meter
         requests = {"running": load.running, "waiting": load.waiting}
         yield self._gauge("baton_engine_requests", "Sequences of the engine", requests, "state")
+        text = "Sequences that can run at a time: max_num_seqs"
+        seats = self._sources.engine.config.max_num_seqs
+        yield self._gauge("baton_engine_seats", text, seats)
         text = "Tokens of these that are still to be computed"
         yield self._gauge("baton_engine_waiting_tokens", text, load.waiting_tokens)
         yield self._counter(
@@ -147,6 +153,10 @@ class _Reader(Collector):
         in_flight = {"send": leases, "recv": sources.puller.num_in_flight}
         yield self._gauge("baton_kv_transfer_in_flight", text, in_flight, "side")
         yield self._gauge("baton_kv_leases", "Tickets whose blocks are kept for a pull", leases)
+        text = "For how long the oldest of these has been kept"
+        since = sources.exporter.oldest_since()
+        age = 0.0 if since is None else max(0.0, sources.clock() - since)
+        yield self._gauge("baton_kv_lease_age_seconds", text, age)
         text = "Tickets that nobody released in time"
         yield self._counter("baton_kv_leases_expired_total", text, sources.exporter.expired_count)
         text = "Transports that were replaced, since pulls of them did not end"

@@ -89,6 +89,7 @@ def router_settings(
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",
         replicas=tuple((role, pool.replicas) for role, pool in config.pools()),
+        routers=config.routers,
         secret=secret,
         metrics_host=metrics_host(config, host, one_host),
         metrics_port=config.metrics_port,

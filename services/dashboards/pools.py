@@ -11,6 +11,7 @@ from services.dashboards.promql import (
     WORKERS,
     highest,
     mean,
+    once,
     quantile,
     rate,
     series,
@@ -60,7 +61,8 @@ def _workers() -> tuple[Panel, ...]:
         "By state, as the routers see them. Only ready ones get requests.",
         "By state. Stalled: its engine has work and makes no step.",
         lambda role: (
-            Query(highest(series("baton_workers", role), "state"), "{{state}}"),
+            Query(total(once(series("baton_workers", role), "role", "state"), "state"),
+                  "{{state}}"),
         ),
         kind=Kind.STACKED,
     )  # fmt: skip
@@ -70,10 +72,10 @@ def _replicas() -> tuple[Panel, ...]:
     return (
         Panel(
             "Replicas, actual and target",
-            "How many are registered, and how many there should be.",
+            "How many workers are registered, and how many there should be.",
             (
                 Query(
-                    highest(series("baton_autoscale_replicas"), "role", "kind"),
+                    once(series("baton_autoscale_replicas", 'role!="router"'), "role", "kind"),
                     "{{role}} {{kind}}",
                 ),
             ),
@@ -86,10 +88,8 @@ def _replicas() -> tuple[Panel, ...]:
             (
                 Query(
                     share(
-                        total(highest(series("baton_workers", 'role="prefill"', 'state="ready"'),
-                                      "model")),
-                        total(highest(series("baton_workers", 'role="decode"', 'state="ready"'),
-                                      "model")),
+                        once(series("baton_workers", 'role="prefill"', 'state="ready"')),
+                        once(series("baton_workers", 'role="decode"', 'state="ready"')),
                     ),
                     "P : D",
                 ),
@@ -98,8 +98,9 @@ def _replicas() -> tuple[Panel, ...]:
         ),
         Panel(
             "How full the pools are",
-            "Prefill by the share of time its engines work, decode by the share of its KV blocks "
-            "in use. One full and one empty: move a worker to the other role.",
+            "Prefill by the share of time its engines work. Decode and mixed by what there is less "
+            "of: the share of KV blocks in use, or of seats (max_num_seqs) taken. Of several "
+            "models, the fullest. One full and one empty: move a worker to the other role.",
             (Query(highest(series("baton:pool_load:ratio"), "role"), "{{role}}"),),
             unit="percentunit", height=7, highest=1,
         ),
@@ -111,9 +112,11 @@ def _requests() -> tuple[Panel, ...]:
         "requests in the engines",
         "Prompts being computed and prompts that wait for the engine. Waiting prompts are TTFT.",
         "Streams being decoded and those that wait for a place in the batch or for blocks. Waiting "
-        "ones have their first token and make the second late.",
+        "ones have their first token and make the second late. When all seats (max_num_seqs, "
+        "dashed) are taken, requests wait in the routers.",
         lambda role: (
             Query(total(series(RUNNING, role, of=WORKERS), "state"), "{{state}}"),
+            Query(total(series("baton_engine_seats", role, of=WORKERS)), "seats", dashed=True),
             Query(
                 total(series("baton_engine_waiting_tokens", role, of=WORKERS)), "waiting tokens"
             ),
@@ -291,6 +294,7 @@ def _table() -> Panel:
             ),
             Query(total(series(RUNNING, 'state="running"', of=WORKERS), *by), "running"),
             Query(total(series(RUNNING, 'state="waiting"', of=WORKERS), *by), "waiting"),
+            Query(total(series("baton_engine_seats", of=WORKERS), *by), "seats"),
             Query(highest(series("baton_kv_cache_usage_ratio", of=WORKERS), *by), "KV use"),
             Query(total(series("baton_kv_leases", of=WORKERS), *by), "leases"),
         ),

@@ -42,8 +42,16 @@ def total(expr: str, *by: str) -> str:
 
 
 def highest(expr: str, *by: str) -> str:
-    """The maximum: of what several routers say of the same thing, for one."""
+    """The maximum."""
     return combine("max", expr, *by)
+
+
+def once(expr: str, *by: str) -> str:
+    """What every router says of the same thing, such as workers: of each model the most that one
+    says, and the sum over models. ``by`` must name all that is to be counted side by side; what is
+    to be added up, like the roles of ``total(once(expr, "role", "state"), "state")``, as well.
+    """
+    return total(highest(expr, "model", *by), *by)
 
 
 def quantile(

@@ -5,6 +5,7 @@ from services.dashboards.promql import (
     ENDS,
     highest,
     mean,
+    once,
     quantile,
     rate,
     series,
@@ -15,6 +16,7 @@ from services.dashboards.promql import (
 STAGES = "baton_stage_duration_seconds"
 TO_FIRST = "tokenize|route|queue|prefill|write"
 LAG = "baton_event_loop_lag_seconds"
+STARTED = "baton_process_start_time_seconds"
 
 
 def board() -> Board:
@@ -116,15 +118,19 @@ def _trouble() -> tuple[Panel, ...]:
             "shorter than the TTFT.",
             "baton_client_disconnects_total", "stage",
         ),
-        _count(
+        Panel(
             "Workers lost",
-            "By role and reason. Serve starts another one in the place of each.",
-            "baton_worker_losses_total", "role", "reason",
+            "By role and reason. Closed: its connection ended. Silent, unread, stalled: it hangs. "
+            "Each router counts each loss; the one that saw most of them is shown. Serve starts "
+            "another worker in the place of each.",
+            (Query(once(rate("baton_worker_losses_total"), "role", "reason"),
+                   "{{role}} {{reason}}"),),
+            unit="ops",
         ),
         Panel(
             "Workers by state",
             "What the routers know of. Starting ones are not proven yet.",
-            (Query(highest(series("baton_workers"), "role", "state"), "{{role}} {{state}}"),),
+            (Query(once(series("baton_workers"), "role", "state"), "{{role}} {{state}}"),),
             Kind.STACKED,
         ),
     )  # fmt: skip
@@ -160,5 +166,30 @@ def _processes() -> tuple[Panel, ...]:
                 Query(quantile(0.99, LAG, by=("role", "instance"), of=""), "{{role}} {{instance}}"),
             ),
             unit="s",
+        ),
+        Panel(
+            "Routers",
+            "How many answer Prometheus, and how many there should be.",
+            (
+                Query(total(series("up", 'job="baton"', 'role="router"', of="")), "there"),
+                Query(
+                    once(series("baton_autoscale_replicas", 'role="router"', 'kind="target"')),
+                    "asked for",
+                    dashed=True,
+                ),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Age of the processes",
+            "Since it started, by process. One that starts again begins at zero, under a new name "
+            "or under its pod's.",
+            (
+                Query(
+                    f"time() - {highest(series(STARTED, of=''), 'role', 'instance')}",
+                    "{{role}} {{instance}}",
+                ),
+            ),
+            unit="s", width=12,
         ),
     )  # fmt: skip

@@ -21,10 +21,12 @@ TPOT = "baton_time_per_output_token_seconds"
 ITL = "baton_inter_token_latency_seconds"
 OBJECTIVE = "baton_slo_objective_seconds"
 BUDGET = "baton:slo_budget:ratio"  # of deploy/observability/rules.yaml, like the burn rates
+ERRORS = 'slo="errors"'
 
 GOOD = 'verdict="good"'
 NOT_OURS = 'error_type!~"overload|unavailable|deadline|internal"'  # always has series: ok
 FAIR = 'error_type!~"validation|not_found"'  # what we could have served
+WANTED = 'error_type!~"validation|not_found|cancelled"'  # ... and somebody wanted to the end
 
 
 def board() -> Board:
@@ -69,8 +71,12 @@ def _summary() -> tuple[Panel, ...]:
         Panel(
             "Error budget left",
             "If the time shown were the whole period: 1 is untouched, 0 is spent, below is missed. "
-            "How much may be bad is said by baton:slo_budget:ratio in rules.yaml.",
-            (Query(f"1 - {_bad_share()} / on (slo) {BUDGET}", "{{slo}}"),),
+            "How much may be bad is said by baton:slo_budget:ratio in rules.yaml. Errors: requests "
+            "that ended with an error of ours.",
+            (
+                Query(f"1 - {_bad_share()} / on (slo) {BUDGET}", "{{slo}}"),
+                Query(f"1 - {_failed_share()} / on () {series(BUDGET, ERRORS, of='')}", "errors"),
+            ),
             Kind.STAT, unit="percentunit", width=6, height=4,
         ),
     )  # fmt: skip
@@ -82,6 +88,11 @@ def _bad_share() -> str:
         total(increase(JUDGED, judged, 'verdict="bad"'), "slo"),
         total(increase(JUDGED, judged), "slo"),
     )
+
+
+def _failed_share() -> str:
+    succeeded = total(increase(ASKED, 'error_type=""'))
+    return f"(1 - {share(succeeded, total(increase(ASKED, WANTED)))})"
 
 
 def _met(slo: str, title: str, what: str) -> Panel:

@@ -4,6 +4,7 @@ from services.dashboards.board import Board, Kind, Panel, Query, Row
 from services.dashboards.promql import (
     ENDS,
     WORKERS,
+    highest,
     mean,
     quantile,
     rate,
@@ -187,6 +188,14 @@ def _held() -> tuple[Panel, ...]:
             (Query(total(series("baton_kv_leases", of=WORKERS), "replica"), "{{replica}}"),),
         ),
         Panel(
+            "Age of the oldest lease",
+            "By prefill worker. Seconds; what stays for minutes is a ticket that is renewed and "
+            "never pulled.",
+            (Query(highest(series("baton_kv_lease_age_seconds", of=WORKERS), "replica"),
+                   "{{replica}}"),),
+            unit="s",
+        ),
+        Panel(
             "Blocks leased and quarantined",
             "Leased at prefill, quarantined at decode: pulls that were given up and may still "
             "write. Neither may grow while nothing is in flight.",
@@ -206,13 +215,13 @@ def _held() -> tuple[Panel, ...]:
             "were lost.",
             (Query(total(rate("baton_kv_leases_expired_total", of=WORKERS), "replica"),
                    "{{replica}}"),),
-            unit="ops", width=12,
+            unit="ops",
         ),
         Panel(
             "Agents rebuilt",
             "A decode worker tore its transport down, as reads that it had given up did not end.",
             (Query(total(rate("baton_kv_agent_rebuilds_total", of=WORKERS), "replica"),
                    "{{replica}}"),),
-            unit="ops", width=12,
+            unit="ops",
         ),
     )  # fmt: skip

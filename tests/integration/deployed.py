@@ -17,6 +17,7 @@ from router import wire
 from router.api import Front, create_api
 from router.config import RouterConfig, RouterSettings
 from router.dispatch import Dispatcher
+from router.scraping import Target
 from router.tokenizer import ByteTokenizer
 from tests.integration.fake_worker import MODEL, SECRET, Answer, FakeWorker
 
@@ -90,7 +91,12 @@ async def deployed(
         SECRET,
         tracing_endpoint=tracing_endpoint,
     )
-    app = create_api(settings, discover, ByteTokenizer())
+
+    async def targets() -> list[Target]:
+        target = app.state.front.target
+        return [] if target is None else [target]
+
+    app = create_api(settings, discover, ByteTokenizer(), targets)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))

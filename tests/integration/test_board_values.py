@@ -81,6 +81,17 @@ def test_the_budget_that_is_left(tmp_path: Path) -> None:
     shows(tmp_path, expr("baton-slo", "Error budget left"), series, left)
 
 
+def test_the_budget_of_errors_that_is_left(tmp_path: Path) -> None:
+    outcomes = {"": 9995, "overload": 4, "internal": 1, "validation": 90, "cancelled": 900}
+    series = [grows("baton_requests_total", n, error_type=why) for why, n in outcomes.items()]
+    series += [
+        {"series": 'baton:slo_budget:ratio{slo="ttft"}', "values": "0.01x30"},
+        {"series": 'baton:slo_budget:ratio{slo="errors"}', "values": "0.001x30"},
+    ]
+    left = f"round({expr('baton-slo', 'Error budget left', 1)}, 0.001)"
+    shows(tmp_path, left, series, {"{}": 0.5})
+
+
 def test_what_several_routers_see_is_not_added_up(tmp_path: Path) -> None:
     series = [
         stays("baton_workers", count, role=role, state="ready", instance=router)
@@ -93,6 +104,82 @@ def test_what_several_routers_see_is_not_added_up(tmp_path: Path) -> None:
     ]
     title = "Ready prefill workers per decode worker"
     shows(tmp_path, expr("baton-pools", title), series, {"{}": 0.5})
+
+
+def workers_of_two_models() -> list[dict[str, str]]:
+    """As two routers of each see them; one of these has just started."""
+    there = [
+        ("m", "r1", "decode", 2), ("m", "r1", "mixed", 1), ("m", "r1", "prefill", 3),
+        ("m", "r2", "decode", 1), ("m", "r2", "mixed", 1), ("m", "r2", "prefill", 3),
+        ("n", "r3", "decode", 4), ("n", "r4", "decode", 4),
+    ]  # fmt: skip
+    return [
+        one
+        for model, router, role, number in there
+        for one in (
+            stays("baton_workers", number, model=model, role=role, state="ready", instance=router),
+            stays(
+                "baton_autoscale_replicas", number,
+                model=model, role=role, kind="actual", instance=router,
+            ),
+            stays(
+                "baton_autoscale_replicas", 2,
+                model=model, role="router", kind="target", instance=router,
+            ),
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("board", "title", "shown"),
+    [
+        ("baton-pools", "Decode: workers", {'{state="ready"}': 7}),
+        ("baton-pools", "Prefill: workers", {'{state="ready"}': 3}),
+        (
+            "baton-pools", "Replicas, actual and target",
+            {
+                '{role="decode", kind="actual"}': 6,
+                '{role="mixed", kind="actual"}': 1,
+                '{role="prefill", kind="actual"}': 3,
+            },
+        ),
+        (
+            "baton-router", "Workers by state",
+            {
+                '{role="decode", state="ready"}': 6,
+                '{role="mixed", state="ready"}': 1,
+                '{role="prefill", state="ready"}': 3,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_workers_are_counted_over_roles_and_models_but_once(
+    tmp_path: Path, board: str, title: str, shown: Samples
+) -> None:
+    unique = {one["series"]: one for one in workers_of_two_models()}
+    shows(tmp_path, expr(board, title), list(unique.values()), shown)
+
+
+def test_a_lost_worker_is_counted_once_whatever_routers_saw_it(tmp_path: Path) -> None:
+    series = [
+        grows("baton_worker_losses_total", 6, role="decode", reason=reason, instance=router)
+        for router, reason in (("r1", "closed"), ("r2", "closed"), ("r3", "closed"), ("r1", "dead"))
+    ]
+    lost = {'{role="decode", reason="closed"}': 0.1, '{role="decode", reason="dead"}': 0.1}
+    shows(tmp_path, expr("baton-router", "Workers lost"), series, lost)
+
+
+def test_routers_that_answer_and_that_should_be(tmp_path: Path) -> None:
+    series = [
+        {"series": f'up{{job="baton", role="router", instance="{router}"}}', "values": f"{up}x30"}
+        for router, up in (("r1", 1), ("r2", 0))
+    ]
+    series += [
+        stays("baton_autoscale_replicas", 2, role="router", kind="target", instance="r1"),
+        stays("baton_autoscale_replicas", 1, role="decode", kind="target", instance="r1"),
+    ]
+    shows(tmp_path, expr("baton-router", "Routers"), series, {"{}": 1})
+    shows(tmp_path, expr("baton-router", "Routers", 1), series, {"{}": 2})
 
 
 def test_the_parts_of_a_first_token_are_means_that_add_up(tmp_path: Path) -> None:

@@ -56,7 +56,10 @@ def _make(pace: Pace, role: str, name: str, answer: Any, **card: object) -> Pace
 
 # --- idle -----------------------------------------------------------------------------------------
 
-ALWAYS = ("baton_slo_objective_seconds", "baton_workers", "baton_autoscale_replicas")
+ALWAYS = (
+    "baton_slo_objective_seconds", "baton_workers", "baton_autoscale_replicas",
+    "baton_process_start_time_seconds",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("roles", ["PD", "M"])
@@ -130,12 +133,12 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 WRONG: list[tuple[dict[str, Any], dict[str, str], int, str, str]] = [
     ({**BODY, "temperature": 9}, {}, 400, "validation", ""),
     ({**BODY, "model": "another"}, {}, 404, "not_found", ""),
-    ({**BODY, "prompt": "x" * 600}, {}, 400, "validation", "too_long"),
-    ({**BODY, "prompt": "x" * 4000}, {}, 413, "validation", ""),
-    (BODY, {"content-type": "text/plain"}, 400, "validation", ""),
     ({**STREAM, "model": "another"}, {}, 404, "not_found", ""),
     ({**STREAM, "temperature": 9}, {}, 400, "validation", ""),
     ({**STREAM, "frequency_penalty": "much"}, {}, 400, "validation", ""),
+    ({**BODY, "prompt": "x" * 600}, {}, 400, "validation", "too_long"),
+    ({**BODY, "prompt": "x" * 4000}, {}, 413, "validation", ""),
+    (BODY, {"content-type": "text/plain"}, 400, "validation", ""),
     (STREAM, {"authorization": "Bearer wrong"}, 401, "validation", ""),
 ]
 """(body, headers, status, type of error, why it was rejected)"""
@@ -185,10 +188,10 @@ def test_a_full_queue_and_a_queue_that_takes_too_long() -> None:
                 while (await Series.of(at.http))["baton_requests_queued"] != 1:
                     await asyncio.sleep(0.005)
             assert (await Series.of(at.http))["baton_requests_in_flight"] == 2
+            assert vllms(at) == {"running": 1, "waiting": 1}, "none is both"
             assert (await at.post(PATH, STREAM)).status_code == 429
             assert (await waiting).status_code == 429
             ended.set()
-            assert vllms(at) == {"running": 1, "waiting": 1}, "none is both"
             await holding
             await over(at)
             series = await Series.of(at.http)
@@ -207,9 +210,6 @@ def test_a_full_queue_and_a_queue_that_takes_too_long() -> None:
     run(scenario)
 
 
-def test_no_workers_and_a_deadline() -> None:
-    async def scenario() -> None:
-        async with deployed(request_timeout_s=0.3, comeback_s=0.05) as at:
 def vllms(at: Deployment) -> dict[str, float]:
     """vLLM's gauges of requests, of this router."""
     settings = replace(at.front._settings, metrics_compat="vllm")
@@ -218,6 +218,9 @@ def vllms(at: Deployment) -> dict[str, float]:
     return {state: series[f"vllm:num_requests_{state}"] for state in ("running", "waiting")}
 
 
+def test_no_workers_and_a_deadline() -> None:
+    async def scenario() -> None:
+        async with deployed(request_timeout_s=0.3, comeback_s=0.05) as at:
             at.p.hook = lambda link, message: isinstance(message, wire.Prefill)
             assert (await at.post(PATH, BODY)).status_code == 504
             at.p.hook = None
@@ -264,10 +267,10 @@ def test_b103_each_outcome_is_counted_once() -> None:
         pace = Pace()
         async with paced(pace, max_num_seqs=64) as at:
             port = port_of(at)
+            before = await Series.of(at.http)
             sent = [ask(port, PATH, STREAM) for _ in range(10)]
             for index in range(10):
                 prompt = f"stuck {index}"
-            before = await Series.of(at.http)
                 left = pace.reached(prompt).wait
                 sent.append(ask(port, PATH, {**STREAM, "prompt": prompt}, leave_when=left))
             stops = {**STREAM, "prompt": "stops x", "max_tokens": 50}
@@ -286,10 +289,10 @@ def test_b103_each_outcome_is_counted_once() -> None:
             assert series.by("baton_client_disconnects_total", "stage") == {
                 "prefill": 10, "decode": 10,
             }  # fmt: skip
+            assert series.labels() == before.labels(), "a series began with its first event"
             await at.idle()
 
     run(scenario)
-            assert series.labels() == before.labels(), "a series began with its first event"
 
 
 # --- times ----------------------------------------------------------------------------------------

@@ -45,6 +45,14 @@ LABELS = {
     "baton_worker_losses": "role reason",
     "baton_autoscale_replicas": "role kind",
     "baton_event_loop_lag_seconds": "",
+    "baton_process_start_time_seconds": "",
+}
+"""By family, which for a counter has no ``_total``. All but those of ``BARE`` have ``model``."""
+BARE = {"baton_event_loop_lag_seconds", "baton_process_start_time_seconds"}
+ALWAYS = {  # has a value before anything happens
+    "baton_slo_objective_seconds",
+    "baton_process_start_time_seconds",
+    "baton_autoscale_replicas",
 }
 
 
@@ -72,7 +80,7 @@ def test_every_series_of_the_contract_is_there_with_its_labels() -> None:
     assert exported.keys() == LABELS.keys()
     for name, family in exported.items():
         expected = set(LABELS[name].split())
-        if name != "baton_event_loop_lag_seconds":
+        if name not in BARE:
             expected.add("model")
         assert family.samples, name
         for sample in family.samples:
@@ -83,18 +91,10 @@ def test_every_series_of_the_contract_is_there_with_its_labels() -> None:
 
 def test_nothing_has_happened_is_exactly_zero() -> None:
     for name, family in families(metrics().registry).items():
-        if name != "baton_slo_objective_seconds":
+        if name not in ALWAYS:
             assert {sample.value for sample in family.samples} <= {0.0}, name
 
 
-def test_objectives_and_their_borders() -> None:
-    ledger = Ledger(Objectives(1.7, 0.033))
-    registry = metrics(ledger).registry
-    for slo, seconds in (("ttft", 1.7), ("tpot", 0.033)):
-        labels = {"model": MODEL, "slo": slo}
-        assert registry.get_sample_value("baton_slo_objective_seconds", labels) == seconds
-    for name, labels in (
-        ("baton_time_to_first_token_seconds", {"stream": "true", "le": "1.7"}),
 def test_each_error_is_there_before_it_happens() -> None:
     """``rate`` does not see the event with which a series begins."""
     registry = metrics().registry
@@ -110,6 +110,14 @@ def test_each_error_is_there_before_it_happens() -> None:
             assert registry.get_sample_value(name, labels) == 0, status
 
 
+def test_objectives_and_their_borders() -> None:
+    ledger = Ledger(Objectives(1.7, 0.033))
+    registry = metrics(ledger).registry
+    for slo, seconds in (("ttft", 1.7), ("tpot", 0.033)):
+        labels = {"model": MODEL, "slo": slo}
+        assert registry.get_sample_value("baton_slo_objective_seconds", labels) == seconds
+    for name, labels in (
+        ("baton_time_to_first_token_seconds", {"stream": "true", "le": "1.7"}),
         ("baton_time_per_output_token_seconds", {"le": "0.033"}),
         ("baton_inter_token_latency_seconds", {"le": "0.033"}),
     ):
@@ -121,6 +129,23 @@ def test_the_wanted_replicas_come_from_the_configuration() -> None:
     for role, number in (("prefill", 2), ("decode", 3), ("mixed", 0), ("router", 1)):
         labels = {"model": MODEL, "role": role, "kind": "target"}
         assert registry.get_sample_value("baton_autoscale_replicas", labels) == number
+
+
+def test_the_wanted_routers_are_said_and_may_change() -> None:
+    made = metrics(routers=3)
+    labels = {"model": MODEL, "role": "router", "kind": "target"}
+    assert made.registry.get_sample_value("baton_autoscale_replicas", labels) == 3
+    made._dispatcher.wanted_routers = 2
+    assert made.registry.get_sample_value("baton_autoscale_replicas", labels) == 2
+
+
+def test_a_router_says_when_it_began() -> None:
+    before = time.time()
+    registry = metrics().registry
+    began = registry.get_sample_value("baton_process_start_time_seconds")
+    assert began is not None
+    assert before <= began <= time.time()
+    assert registry.get_sample_value("baton_process_start_time_seconds") == began
 
 
 def test_two_routers_of_one_process_do_not_mix() -> None:

@@ -4,6 +4,7 @@ nothing is there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,13 +27,14 @@ from tests.support.worker_box import (
 )
 
 LONG = [1, 2, 3, 4, 5, 6, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 0]  # 3 steps of P, 5 blocks
-BARE = {"baton_event_loop_lag_seconds"}
+BARE = {"baton_event_loop_lag_seconds", "baton_process_start_time_seconds"}
 GAUGES = (
     "baton_engine_requests",
     "baton_engine_waiting_tokens",
     "baton_kv_cache_usage_ratio",
     "baton_kv_transfer_in_flight",
     "baton_kv_leases",
+    "baton_kv_lease_age_seconds",
     "baton_model_flops_utilization_ratio",
     "baton_memory_bandwidth_utilization_ratio",
     "baton_arithmetic_intensity",
@@ -91,6 +93,7 @@ def test_all_that_can_happen_is_there_from_the_start(box: Box) -> None:
     blocks = now.values("baton_kv_blocks", "state", zero=True)
     assert blocks.keys() == {"free", "active", "cached", "leased", "quarantined"}
     assert sum(blocks.values()) == 32
+    assert now.value("baton_engine_seats") == 4
     info = now.labels("baton_cache_config_info")
     assert [(i["block_size"], i["num_blocks"]) for i in info] == [("4", "33")]
     phases = now.values("baton_kv_transfer_seconds_count", "phase", zero=True)
@@ -225,6 +228,30 @@ def test_a_lease_that_nobody_wants_runs_out(pair: Pair) -> None:
     now = page(pair.p)
     assert now.value("baton_kv_leases") == 0
     assert now.value("baton_kv_leases_expired_total") == 1
+
+
+def test_the_age_of_the_oldest_lease(pair: Pair) -> None:
+    """A ticket that is renewed for ever keeps its blocks, whatever other tickets do."""
+    first = prefilled(pair.p)
+    pair.p.pass_time(LEASE_S - 1)
+    second = prefilled(pair.p, request=b"b")
+    pair.p.say(wire.Renew((first.ticket_id,)))
+    pair.p.pass_time(LEASE_S - 1)
+    now = page(pair.p)
+    assert now.value("baton_kv_leases") == 2
+    assert now.value("baton_kv_lease_age_seconds") == 2 * (LEASE_S - 1)
+    pair.p.say(wire.Release(first.ticket_id))
+    assert page(pair.p).value("baton_kv_lease_age_seconds") == LEASE_S - 1
+    pair.p.say(wire.Release(second.ticket_id))
+    check_idle(pair.p)
+
+
+def test_a_worker_says_when_it_began(box: Box) -> None:
+    before = time.time()
+    registry = box.registry()
+    began = Page(registry.collect()).value("baton_process_start_time_seconds")
+    assert before <= began <= time.time()
+    assert Page(registry.collect()).value("baton_process_start_time_seconds") == began
 
 
 def failed(cause: Cause) -> Callable[[Pair, bytes], object]:
