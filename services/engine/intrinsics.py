@@ -15,13 +15,12 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
-from services.engine.kernels import LANES
+from services.engine.kernels import LANES, emit_prefetch
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _FMA = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
 _UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
-_PREFETCH = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _I32, _I32, _I32])
 
 Value = Any  # of llvmlite, which has no types
 Emit = Callable[..., Value]
@@ -182,9 +181,7 @@ transpose: Callable[..., Any] = intrinsic(_transpose)
 
 def _prefetch(typing: Any, address: Any) -> Any:
     def generate(context: Any, b: Value, signature: Any, args: Any) -> Value:
-        fetch = get_or_insert_function(b.module, _PREFETCH, "llvm.prefetch.p0")
-        pointer = b.inttoptr(args[0], ir.IntType(8).as_pointer())
-        b.call(fetch, (pointer, _I32(0), _I32(3), _I32(1)))  # to read, into all caches, data
+        emit_prefetch(b, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

@@ -29,6 +29,7 @@ MAX_ROWS = 6  # with two vectors: 12 sums, 2 of w, 1 of x are 15 of the 16 regis
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_F32, LANES)
 _FMA = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+_PREFETCH = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
 _UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
 _FIRST = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
 
@@ -44,6 +45,14 @@ def tile(vectors: int = 2, add: bool = False) -> Callable[..., None]:
 
 
 @lru_cache
+def tile_ahead() -> Callable[..., None]:
+    """``f(rows, x, x_stride, w, w_stride, out, out_stride, count, ahead, step)``: ``tile()`` that
+    also fetches what is read later into the caches: ``count * step`` bytes from ``ahead`` on.
+    """
+    return _kernel(2, _F32, False, ahead=True)
+
+
+@lru_cache
 def tile_int8() -> Callable[..., None]:
     """``f(rows, x, x_stride, w, scale, out, out_stride, count)``, of two vectors: ``w`` is int8,
     row after row; ``out`` grows by the sums times ``scale``, one float32 for each column.
@@ -51,28 +60,34 @@ def tile_int8() -> Callable[..., None]:
     return _kernel(2, _I8, True)
 
 
-def _kernel(vectors: int, weight: Value, add: bool) -> Callable[..., None]:
+def _kernel(vectors: int, weight: Value, add: bool, ahead: bool = False) -> Callable[..., None]:
     """A loop for each number of rows, and a jump to one of them."""
+
+    def generate(context: Any, b: Value, signature: Any, args: Any) -> Value:
+        cases = {rows: b.append_basic_block() for rows in range(1, MAX_ROWS + 1)}
+        end = b.append_basic_block()
+        jump = b.switch(args[0], cases[1])
+        for rows, block in cases.items():
+            if rows > 1:
+                jump.add_case(rows, block)
+            b.position_at_end(block)
+            _emit(b, rows, vectors, weight, add, *args[1:])
+            b.branch(end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
 
     def product(
         typing: Any, rows: Any, x: Any, xs: Any, w: Any, ws: Any, out: Any, os: Any, n: Any
     ) -> Any:
-        def generate(context: Any, b: Value, signature: Any, args: Any) -> Value:
-            cases = {rows: b.append_basic_block() for rows in range(1, MAX_ROWS + 1)}
-            end = b.append_basic_block()
-            jump = b.switch(args[0], cases[1])
-            for rows, block in cases.items():
-                if rows > 1:
-                    jump.add_case(rows, block)
-                b.position_at_end(block)
-                _emit(b, rows, vectors, weight, add, *args[1:])
-                b.branch(end)
-            b.position_at_end(end)
-            return context.get_dummy_value()
-
         return types.void(*[types.int64] * 8), generate
 
-    kernel: Callable[..., None] = intrinsic(product)
+    def product_ahead(
+        typing: Any, rows: Any, x: Any, xs: Any, w: Any, ws: Any, out: Any, os: Any, n: Any,
+        at: Any, step: Any,
+    ) -> Any:  # fmt: skip
+        return types.void(*[types.int64] * 10), generate
+
+    kernel: Callable[..., None] = intrinsic(product_ahead if ahead else product)
     return kernel
 
 
@@ -89,6 +104,8 @@ def _emit(
     out: Value,
     out_stride: Value,
     count: Value,
+    ahead: Value = None,
+    step: Value = None,
 ) -> None:
     x_rows = [_at(b, b.inttoptr(x, _F32.as_pointer()), x_stride, r) for r in range(rows)]
     out_rows = [_at(b, b.inttoptr(out, _F32.as_pointer()), out_stride, r) for r in range(rows)]
@@ -106,6 +123,8 @@ def _emit(
     sums = [[b.phi(_VECTOR) for _ in row] for row in first]
     w_row = b.gep(w_start, [b.mul(index, _I64(vectors * LANES) if narrow else w_stride)])
     w_vectors = [_load_weight(b, w_row, v, weight) for v in range(vectors)]
+    if ahead is not None:
+        emit_prefetch(b, b.add(ahead, b.mul(index, step)))
     fma = get_or_insert_function(b.module, _FMA, f"llvm.fma.v{LANES}f32")
     following = []
     for r in range(rows):
@@ -160,6 +179,12 @@ widen: Callable[..., None] = intrinsic(_widen)
 """``widen(w, scale, out, count)``: ``out`` float32 is ``w`` times ``scale``, int8 ``[count, 2 *
 LANES]`` by a float32 for each column.
 """
+
+
+def emit_prefetch(b: Value, address: Value) -> None:
+    """The line of 64 bytes there, to read, into all caches; an address may be nobody's."""
+    fetch = get_or_insert_function(b.module, _PREFETCH, "llvm.prefetch.p0")
+    b.call(fetch, (b.inttoptr(address, _I8.as_pointer()), _I32(0), _I32(3), _I32(1)))
 
 
 def _at(b: Value, pointer: Value, stride: Value, row: int) -> Value:

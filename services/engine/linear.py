@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from services.engine.compiled import compiled
-from services.engine.kernels import MAX_ROWS, floats, tile, tile_int8, widen
+from services.engine.kernels import MAX_ROWS, floats, tile, tile_ahead, tile_int8, widen
 
 PANEL = 16  # outputs side by side: two vectors
 GROUP = 64  # inputs, of int8 weights that share a scale; one for all would cost several times more
@@ -148,20 +148,31 @@ def dequantize(steps: Tensor, scale: Tensor) -> Tensor:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-_tile, _tile_int8 = tile(), tile_int8()
+_tile, _tile_ahead, _tile_int8 = tile(), tile_ahead(), tile_int8()
 _SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 
 
 @njit(inline="always")
-def _multiply_panel(x, x_stride, num_rows, num_inputs, panel, out, out_stride):  # type: ignore[no-untyped-def]
-    """All rows, in tiles of nearly equal height: 8 rows are 4 + 4, not 6 + 2."""
+def _multiply_panel(  # type: ignore[no-untyped-def]
+    x, x_stride, num_rows, num_inputs, panel, out, out_stride, ahead, ahead_stride
+):
+    """All rows, in tiles of nearly equal height: 8 rows are 4 + 4, not 6 + 2.
+
+    Only the first tile waits for memory. That it is not idle during the others, each of them
+    fetches a part of the next panel: ``ahead``, with ``ahead_stride`` bytes for an input.
+    """
+    if num_rows <= MAX_ROWS:
+        _tile(num_rows, x, x_stride, panel, 16, out, out_stride, num_inputs)
+        return
     num_tiles = (num_rows + MAX_ROWS - 1) // MAX_ROWS
+    step = ahead_stride // num_tiles
     first = 0
     for left in range(num_tiles, 0, -1):
         height = (num_rows - first + left - 1) // left
         rows, sums = x + 4 * first * x_stride, out + 4 * first * out_stride
-        _tile(height, rows, x_stride, panel, 16, sums, out_stride, num_inputs)
+        _tile_ahead(height, rows, x_stride, panel, 16, sums, out_stride, num_inputs, ahead, step)
         first += height
+        ahead += step * num_inputs
 
 
 @njit(inline="always")
@@ -194,7 +205,9 @@ def multiply(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, bias,
     out_stride = 16 * num_panels
     for p in prange(num_panels):
         sums, panel = out + 64 * p, panels + 64 * p * num_inputs
-        _multiply_panel(x, x_stride, num_rows, num_inputs, panel, sums, out_stride)
+        _multiply_panel(
+            x, x_stride, num_rows, num_inputs, panel, sums, out_stride, panel + 64 * num_inputs, 64
+        )
         if bias:
             _add_bias(bias + 64 * p, num_rows, sums, out_stride)
 
@@ -212,7 +225,10 @@ def multiply_int8(x, x_stride, num_rows, num_inputs, panels, num_panels, scale, 
         if num_rows > MAX_ROWS:  # each weight becomes a float once, not once for each tile
             wide = np.empty(num_inputs * 16, np.float32)
             _widen(panel, scales, num_inputs, wide.ctypes.data)
-            _multiply_panel(x, x_stride, num_rows, num_inputs, wide.ctypes.data, sums, out_stride)
+            _multiply_panel(
+                x, x_stride, num_rows, num_inputs, wide.ctypes.data, sums, out_stride,
+                panel + 16 * num_inputs, 16,
+            )  # fmt: skip
         else:
             _clear(num_rows, sums, out_stride)
             for g in range(num_groups):
