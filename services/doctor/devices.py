@@ -14,6 +14,7 @@ from services.doctor.findings import Finding, Level
 SMI = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 PATIENCE_S = 20.0
 ROCE_V2 = "RoCE v2"
+PEERMEM = ("nvidia_peermem", "efa_nv_peermem")  # kernel modules by which adapters read GPU memory
 
 
 def gpus() -> list[str]:
@@ -161,8 +162,9 @@ def check_gpudirect(root: Path, found: list[Adapter], num_gpus: int) -> Finding:
     """Whether adapters can read GPU memory without a copy through the host's."""
     if not num_gpus or not any(adapter.usable for adapter in found):
         return Finding("gpudirect", Level.NOTE, "needs a GPU and an RDMA adapter")
-    if (root / "sys/module/nvidia_peermem").is_dir():
-        return Finding("gpudirect", Level.OK, "the kernel module nvidia_peermem is loaded")
+    for module in PEERMEM:
+        if (root / "sys/module" / module).is_dir():
+            return Finding("gpudirect", Level.OK, f"the kernel module {module} is loaded")
     if "Open Kernel Module" in _read(root / "proc/driver/nvidia/version"):
         return Finding("gpudirect", Level.OK, "NVIDIA's open kernel modules, which have dma-buf")
     return Finding(
