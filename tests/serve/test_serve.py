@@ -41,7 +41,7 @@ PROMPT = [*range(300, 340)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(*SIZES, "--routers", "2") as server:
+    with served(*SIZES, "--routers", "2", "--host", "0.0.0.0") as server:
         yield server
 
 
@@ -176,7 +176,19 @@ def test_any_router_names_the_metrics_of_all_processes(server: Served) -> None:
     assert "baton_requests_total" in scrape(f"{server.url}/metrics")
 
 
-def targets(server: Served) -> dict[str, str]:
+def test_who_asks_from_elsewhere_is_told_addresses_that_are_not_his_own(server: Served) -> None:
+    """The API listens on all addresses, so metrics do; workers are for routers only."""
+    elsewhere = Client(server.url.replace("127.0.0.1", "127.0.0.2"))
+    for address in targets(elsewhere).values():
+        assert address.startswith("127.0.0.2:")
+        assert "baton_event_loop_lag_seconds" in scrape(f"http://{address}/metrics")
+    for worker in server.workers():
+        assert worker["host"] == "127.0.0.1"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", worker["port"]))
+
+
+def targets(server: Client) -> dict[str, str]:
     """Addresses of metrics ports, by the ids of their processes."""
     status, groups = server.get("/internal/prometheus/targets")
     assert status == 200
