@@ -171,7 +171,7 @@ def _processes() -> tuple[Panel, ...]:
             "Routers",
             "How many answer Prometheus, and how many there should be.",
             (
-                Query(total(series("up", 'job="baton"', 'role="router"', of="")), "there"),
+                Query(total(series("up", 'job="baton"', 'role="router"')), "there"),
                 Query(
                     once(series("baton_autoscale_replicas", 'role="router"', 'kind="target"')),
                     "asked for",
@@ -186,7 +186,7 @@ def _processes() -> tuple[Panel, ...]:
             "or under its pod's.",
             (
                 Query(
-                    f"time() - {highest(series(STARTED, of=''), 'role', 'instance')}",
+                    f"time() - {highest(series(STARTED), 'role', 'instance')}",
                     "{{role}} {{instance}}",
                 ),
             ),

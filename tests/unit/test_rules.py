@@ -4,7 +4,7 @@ Whether the cases hold is promtool's business: ``tests/integration/test_promtool
 """
 
 import re
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,12 +20,15 @@ def rules(file: str) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def cases() -> Iterator[tuple[str, bool, str]]:
+@cache
+def cases() -> list[tuple[str, bool, str]]:
     """(alert, whether it is to fire, which test) of all test files."""
-    for file in sorted(FOLDER.glob("*_test.yaml")):
-        for test in yaml.safe_load(file.read_text())["tests"]:
-            for case in test["alert_rule_test"]:
-                yield case["alertname"], bool(case["exp_alerts"]), test["name"]
+    return [
+        (case["alertname"], bool(case["exp_alerts"]), test["name"])
+        for file in sorted(FOLDER.glob("*_test.yaml"))
+        for test in yaml.safe_load(file.read_text())["tests"]
+        for case in test["alert_rule_test"]
+    ]
 
 
 ALERTS = rules("alerts.yaml")
@@ -93,3 +96,23 @@ def test_every_window_of_the_burn_rates_is_recorded_from_counters_of_that_window
 )
 def test_operands_are_found_at_the_top_only(expr: str, parts: list[str]) -> None:
     assert operands(expr) == parts
+
+
+def test_what_is_of_days_is_not_computed_at_every_scrape() -> None:
+    for group in yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]:
+        ranges = {
+            found for rule in group["rules"] for found in re.findall(r"\[(\w+)\]", rule["expr"])
+        }
+        longest = "1m" if ranges & {"6h", "3d"} else "30s" if ranges & {"30m", "1h"} else None
+        assert group.get("interval") == longest, group["name"]
+
+
+def test_cases_evaluate_all_groups_in_the_order_of_the_files() -> None:
+    """promtool takes them in any order; what one uses of another would be of the time before."""
+    groups = [
+        group["name"]
+        for file in ("rules.yaml", "alerts.yaml")
+        for group in yaml.safe_load((FOLDER / file).read_text())["groups"]
+    ]
+    for file in FOLDER.glob("*_test.yaml"):
+        assert yaml.safe_load(file.read_text())["group_eval_order"] == groups, file.name
