@@ -52,6 +52,7 @@ def examine(config: AppConfig, needs: set[str], root: Path = ROOT) -> Iterator[F
     need_rdma = "rdma" in needs
     yield host.check_processor(root)
     yield host.check_shared_memory(root)
+    yield host.check_huge_pages(root)
     yield host.check_open_files(root)
     yield host.check_processes(root)
     yield host.check_locked_memory(root, rdma=need_rdma or bool(adapters))

@@ -79,6 +79,23 @@ def check_shared_memory(root: Path) -> Finding:
     )
 
 
+def check_huge_pages(root: Path) -> Finding:
+    """KV pools in host memory ask for huge pages; the host's switch holds for its containers."""
+    switch = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    try:
+        chosen = switch.read_text().partition("[")[2].partition("]")[0]  # "always [madvise] never"
+    except OSError:
+        return Finding("huge pages", Level.NOTE, "this kernel has none that are transparent")
+    if chosen != "never":
+        return Finding("huge pages", Level.OK, f"for whom asks for them ({chosen})")
+    return Finding(
+        "huge pages",
+        Level.WARN,
+        "switched off: attention over long contexts on the processor waits for addresses",
+        f"on the host: echo madvise > /{switch.relative_to(root)}",
+    )
+
+
 def check_open_files(_: Path) -> Finding:
     """Each client and each connection between processes is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

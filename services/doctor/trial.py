@@ -27,7 +27,7 @@ from kvtransfer.layout import KVLayout
 LAYOUT = KVLayout("trial", 8, 8, 64, "", 16, "float32")  # 512 KiB a block
 NUM_BLOCKS = 32
 GENERATION = 2  # even: sealed
-TRY_S = 15.0  # for both processes and the last byte
+TRY_S = 30.0  # for both processes and the last byte
 START_S = 60.0  # for the import of torch
 PAUSE_S = 0.0005  # between looks at a read: NIXL can only be polled
 TAIL_BYTES = 600

@@ -104,6 +104,24 @@ def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
     assert "shm.size" in finding.mend
 
 
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("always [madvise] never\n", Level.OK),
+        ("[always] madvise never\n", Level.OK),
+        ("always madvise [never]\n", Level.WARN),
+        (None, Level.NOTE),
+    ],
+)
+def test_huge_pages(tmp_path: Path, text: str | None, level: Level) -> None:
+    if text is not None:
+        write(tmp_path / "sys/kernel/mm/transparent_hugepage", {"enabled": text})
+    finding = host.check_huge_pages(tmp_path)
+    assert finding.level is level
+    if level is Level.WARN:
+        assert "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" in finding.mend
+
+
 def test_a_container_may_have_few_processes(tmp_path: Path) -> None:
     write(tmp_path / "sys/fs/cgroup", {"pids.max": "1024\n"})
     finding = host.check_processes(tmp_path)
