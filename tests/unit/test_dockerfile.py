@@ -193,7 +193,9 @@ def test_both_variants_have_the_torch_of_the_project(image: Dockerfile, variant:
     assert f"torch-{other}" not in stages
     (install,) = stages[f"torch-{variant}"].commands
     assert install[-1] == f"torch=={requirements()['torch']}"
+    # that index has not the versions of other packages that the requirements name
     assert ("https://download.pytorch.org/whl/cpu" in install) == (variant == "cpu")
+    assert ("--no-deps" in install) == (variant == "cpu")
     assert image.arguments["VARIANT"] == "cpu"
 
 
