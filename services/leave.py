@@ -30,7 +30,7 @@ from ray import _raylet, serve
 from ray.core.generated import autoscaler_pb2
 
 POLL_S = 0.5  # Serve tells nobody when a replica has stopped
-NOTICE_S = 12.0  # until all pods of a cluster that goes have told Ray, which takes them seconds
+NOTICE_S = 20.0  # until all pods of a cluster that goes have told Ray, which takes them seconds
 LEAVING = ("PENDING_MIGRATION", "STOPPING")
 ROUTER = "Router"
 

@@ -7,7 +7,7 @@ The pods of the Ray cluster; (dict "root" $ "role" ROLE), where "head" is a role
 
 {{/* What Serve and Ray read from the environment of each of their processes. */}}
 {{- define "baton.rayEnv" -}}
-{{- $timeout := .Values.router.config.request_timeout_s | default 600 | float64 | ceil | int -}}
+{{- $timeout := (.Values.router.config | default dict).request_timeout_s | default 600 | float64 | ceil | int -}}
 RAY_SERVE_ENABLE_HA_PROXY: "1"
 RAY_SERVE_HAPROXY_BINARY_PATH: /usr/local/bin/baton-haproxy
 {{- /* HAProxy that was reloaded lets requests end for so long */}}
@@ -23,13 +23,13 @@ HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
 
 {{/* UCX in the pods of a worker role: what is set for all, what RDMA needs, what is given. */}}
 {{- define "baton.ucxEnv" -}}
-{{- $env := deepCopy .root.Values.kvTransfer.ucx.env -}}
+{{- $env := deepCopy (.root.Values.kvTransfer.ucx.env | default dict) -}}
 {{- if include "baton.rdma" . -}}
 {{- $rdma := .root.Values.rdma -}}
 {{- range $name, $value := dict "UCX_TLS" $rdma.ucxTls "UCX_NET_DEVICES" $rdma.netDevices "UCX_IB_GID_INDEX" $rdma.ibGidIndex "UCX_IB_ADDR_TYPE" $rdma.ibAddrType -}}
 {{- with $value -}}{{- $_ := set $env $name (toString .) -}}{{- end -}}
 {{- end -}}
-{{- $env = mergeOverwrite $env $rdma.env -}}
+{{- $env = mergeOverwrite $env ($rdma.env | default dict) -}}
 {{- end -}}
 {{- toYaml $env -}}
 {{- end -}}
@@ -43,7 +43,7 @@ HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
 {{- if has .role (list "prefill" "decode" "mixed") -}}
 {{- $env = mergeOverwrite $env (include "baton.ucxEnv" . | fromYaml) -}}
 {{- end -}}
-{{- $env = mergeOverwrite $env .root.Values.ray.env -}}
+{{- $env = mergeOverwrite $env (.root.Values.ray.env | default dict) -}}
 {{- range $name, $value := $env -}}
 {{- if not (hasKey $own $name) }}
 - name: {{ $name }}
@@ -69,11 +69,11 @@ what it does; a router lets its requests end, for at most a quarter of an hour.
 {{- define "baton.leaveSeconds" -}}
 {{- $place := 20 -}}
 {{- if eq .role "router" -}}
-{{- $timeout := .root.Values.router.config.request_timeout_s | default 600 | float64 | ceil | int -}}
+{{- $timeout := (.root.Values.router.config | default dict).request_timeout_s | default 600 | float64 | ceil | int -}}
 {{- min (add $timeout 10 $place) 900 -}}
 {{- else -}}
-{{- $drain := index .root.Values .role "config" "drain_s" -}}
-{{- $drain = kindIs "invalid" $drain | ternary 30 $drain | float64 | ceil | int -}}
+{{- $config := (index .root.Values .role).config | default dict -}}
+{{- $drain := hasKey $config "drain_s" | ternary (get $config "drain_s") 30 | float64 | ceil | int -}}
 {{- add $drain 10 $place -}}
 {{- end -}}
 {{- end -}}
@@ -111,7 +111,7 @@ routers, the head for all. A router waits for nobody.
 {{- end -}}
 
 {{/*
-From the news that a pod goes until it is killed: what its preStop may take, and half a minute for the
+From the news that a pod goes until it is killed: what its preStop may take, and some seconds for the
 start of that and the end of Ray. It is the limit; most pods are gone long before.
 */}}
 {{- define "baton.graceSeconds" -}}
@@ -120,7 +120,7 @@ start of that and the end of Ray. It is the limit; most pods are gone long befor
 {{- int $given -}}
 {{- else -}}
 {{- $own := eq .role "head" | ternary 15 (include "baton.leaveSeconds" (eq .role "head" | ternary (dict "root" .root "role" "router") .) | int) -}}
-{{- add $own (include "baton.patienceSeconds" .) 30 -}}
+{{- add $own (include "baton.patienceSeconds" .) 45 -}}
 {{- end -}}
 {{- end -}}
 
@@ -207,9 +207,9 @@ router. The head's is ready with Ray's GCS.
 {{- end -}}
 
 {{- define "baton.podAnnotations" -}}
-{{- $annotations := deepCopy (index .root.Values .role).podAnnotations -}}
+{{- $annotations := deepCopy ((index .root.Values .role).podAnnotations | default dict) -}}
 {{- if and (has .role (list "prefill" "decode" "mixed")) (include "baton.rdma" .) -}}
-{{- $rdma := deepCopy .root.Values.rdma.annotations -}}
+{{- $rdma := deepCopy (.root.Values.rdma.annotations | default dict) -}}
 {{- with .root.Values.rdma.networks -}}{{- $_ := set $rdma "k8s.v1.cni.cncf.io/networks" . -}}{{- end -}}
 {{- $annotations = merge $annotations $rdma -}}
 {{- end -}}
