@@ -40,6 +40,7 @@ def app_schema() -> Schema:
     schema = _block(AppConfig, but=SET_ELSEWHERE[AppConfig])
     # 0, any free port, is none that a monitor could be told; those below 1024 are root's
     schema["properties"]["metrics_port"]["minimum"] = 1024
+    schema["properties"]["model"]["minLength"] = 1
     return schema
 
 

@@ -152,7 +152,8 @@ OURS: dict[str, Schema] = {
     "modelCache.accessModes": several(
         text(enum=["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]),
         "of the claim; pods on several nodes need one for many",
-    ),
+    )
+    | {"minItems": 1},
     "modelCache.size": SIZE | {"description": "of the claim"},
     "modelCache.mountPath": text("where pods have it", pattern="^/."),
     "gcsFaultTolerance.redisAddress": text("host:port, or redis://host:port"),

@@ -44,13 +44,19 @@ def schema_of(value: Value, rules: Mapping[str, Schema], shared: Collection[str]
 def _by_default(value: Value, rules: Mapping[str, Schema], shared: Collection[str]) -> Schema:
     if value.children:
         keys = {child.path[-1]: schema_of(child, rules, shared) for child in value.children}
-        return {"type": "object", "additionalProperties": False, "properties": keys}
+        closed = {"type": "object", "additionalProperties": False, "properties": keys}
+        return closed | {"required": _required(value)}
     if type(value.default) in TYPES:
         return {"type": TYPES[type(value.default)]}
     raise ValuesError(
         f"{value.name}: its default, {value.default!r}, does not say what else it can be; give it a"
         " rule in services/chart/rules.py"
     )
+
+
+def _required(value: Value) -> list[str]:
+    """The keys that ``null`` may not take away: what is empty anyhow may be without one."""
+    return [child.path[-1] for child in value.children if child.default not in (None, "", [], {})]
 
 
 def values_schema(values: Value, rules: Mapping[str, Schema]) -> Schema:

@@ -91,6 +91,11 @@ WRONG: list[tuple[Values, str, str]] = [
     ({"mixed": {"config": {"block_size": 2048}}}, "/mixed/config/block_size", "want 1,024"),
     ({"mixed": {"terminationGracePeriodSeconds": "30s"}}, "/mixed/termination", "want null or"),
     ({"mixed": {"readinessProbe": False}}, "/mixed/readinessProbe", "want object"),
+    # null takes a key away, and most are needed
+    ({"prefill": {"shm": None}}, "/prefill", "missing property 'shm'"),
+    ({"networkPolicy": {"dns": None}}, "/networkPolicy", "missing property 'dns'"),
+    ({"securityContext": None}, "at ''", "missing property 'securityContext'"),
+    ({"mixed": None}, "at ''", "missing property 'mixed'"),
     ({"head": {"replicas": 2}}, "/head", UNKNOWN.format("replicas")),
     ({"head": {"config": {}}}, "/head", UNKNOWN.format("config")),
     ({"head": {"resources": {"limits": {"memory": "4G B"}}}}, "/limits/memory", "pattern"),
@@ -138,3 +143,51 @@ def test_what_the_messages_ask_for_is_taken() -> None:
             "global": {"anything": 1},
         }
     )
+
+
+def test_keys_without_a_value_are_as_if_they_were_not_there() -> None:
+    """YAML's ``tolerations:`` with nothing behind it; people leave those in their files."""
+    empty = dict.fromkeys(
+        ("podLabels", "podAnnotations", "nodeSelector", "tolerations", "affinity", "env", "config")
+    )
+    roles = dict.fromkeys(("router", "prefill", "decode", "mixed"), empty)
+    head = {key: None for key in empty if key != "config"}
+    others = {"commonLabels": None, "commonAnnotations": None, "ray": {"env": None}}
+    secret = {"secrets": {"clusterSecret": {"existingSecret": "given"}}}
+    assert render({**roles, "head": head, **others, **secret}).objects == render(secret).objects
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"decode": {"replicas": 0}}, "needs at least one prefill and one decode worker"),
+        ({"prefill": {"replicas": 0}}, "prefill.replicas 0, decode.replicas 1, mixed.replicas 0"),
+        (
+            {"prefill": {"replicas": 0}, "decode": {"replicas": 0}},
+            "or none of both and a mixed one",
+        ),
+        (
+            {"decode": {"replicas": 5, "maxReplicas": 4}, "autoscaling": {"enabled": True}},
+            "decode: replicas 5 and minReplicas 5 must be at most maxReplicas 4",
+        ),
+        (
+            {"ray": {"upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade"}}},
+            "NewClusterWithIncrementalUpgrade needs autoscaling.enabled",
+        ),
+        (
+            {
+                "ray": {"upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade"}},
+                "autoscaling": {"enabled": True},
+            },
+            "ray.upgradeStrategy.gatewayClassName",
+        ),
+        ({"ray": {"gcsFaultTolerance": {"enabled": True}}}, "gcsFaultTolerance.redisAddress"),
+        (
+            {"decode": {"gpus": 1}, "kvTransfer": {"transport": "tcp"}},
+            "set kvTransfer.transport to nixl",
+        ),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_go_together_are_refused(values: Values, message: str) -> None:
+    assert message in refusal(values)

@@ -56,7 +56,7 @@ app.kubernetes.io/instance: {{ include "baton.short" (dict "name" .Release.Name 
 {{/* Of every object. */}}
 {{- define "baton.labels" -}}
 {{- $own := dict "helm.sh/chart" (include "baton.chart" .) "app.kubernetes.io/version" (.Chart.AppVersion | toString) "app.kubernetes.io/managed-by" .Release.Service "app.kubernetes.io/part-of" "baton" -}}
-{{- toYaml (merge (include "baton.selectorLabels" . | fromYaml) $own .Values.commonLabels) -}}
+{{- toYaml (merge (include "baton.selectorLabels" . | fromYaml) $own (.Values.commonLabels | default dict)) -}}
 {{- end -}}
 
 {{/* What selects the pods of one role; roles are head, router, prefill, decode, mixed. */}}
@@ -68,12 +68,12 @@ baton/role: {{ .role }}
 {{/* Of the pods of one role; KubeRay's app.kubernetes.io/* give way to ours. */}}
 {{- define "baton.roleLabels" -}}
 {{- $values := index .root.Values .role -}}
-{{- toYaml (merge (include "baton.roleSelectorLabels" . | fromYaml) (dict "app.kubernetes.io/component" .role) $values.podLabels .root.Values.commonLabels) -}}
+{{- toYaml (merge (include "baton.roleSelectorLabels" . | fromYaml) (dict "app.kubernetes.io/component" .role) ($values.podLabels | default dict) (.root.Values.commonLabels | default dict)) -}}
 {{- end -}}
 
 {{/* Annotations of an object: the common ones, under the given. Empty if there are none. */}}
 {{- define "baton.annotations" -}}
-{{- $all := merge (deepCopy (.annotations | default dict)) .root.Values.commonAnnotations -}}
+{{- $all := merge (deepCopy (.annotations | default dict)) (.root.Values.commonAnnotations | default dict) -}}
 {{- if $all -}}
 {{- toYaml $all -}}
 {{- end -}}

@@ -59,17 +59,28 @@ its node, so none of these would be found out there.
 {{- with $rdma.netDevices -}}{{- $_ := set $own "net_devices" . -}}{{- end -}}
 {{- end -}}
 {{- /* One, whatever there are: how many is said beside `args`, so that scaling restarts nobody. */ -}}
-{{- $args := merge (dict "replicas" 1) $values.config $own -}}
+{{- $args := merge (dict "replicas" 1) ($values.config | default dict) $own -}}
 {{- if and (eq $args.device "cuda") (eq $args.transport "tcp") -}}
 {{- fail (printf "%s: its KV is on a GPU, which the transport tcp does not reach; set kvTransfer.transport to nixl, which takes TCP where there is no RDMA" .role) -}}
 {{- end -}}
 {{- toYaml $args -}}
 {{- end -}}
 
+{{/* As the code has it: a pair of pools, or mixed workers, which need no other pool. */}}
+{{- define "baton.checkPools" -}}
+{{- $p := int .Values.prefill.replicas -}}
+{{- $d := int .Values.decode.replicas -}}
+{{- $m := int .Values.mixed.replicas -}}
+{{- if or (ne (eq $p 0) (eq $d 0)) (eq 0 (add $p $d $m)) -}}
+{{- fail (printf "prefill.replicas %d, decode.replicas %d, mixed.replicas %d: needs at least one prefill and one decode worker, or none of both and a mixed one" $p $d $m) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* All of `args`. */}}
 {{- define "baton.args" -}}
+{{- include "baton.checkPools" . -}}
 {{- $args := merge (dict "secret_file" (include "baton.secretFile" .) "workers_per_host" 1) .Values.config -}}
-{{- $router := merge (deepCopy .Values.router.config) (dict "slo_ttft_s" .Values.slo.ttftSeconds "slo_tpot_s" .Values.slo.tpotSeconds) -}}
+{{- $router := merge (deepCopy (.Values.router.config | default dict)) (dict "slo_ttft_s" .Values.slo.ttftSeconds "slo_tpot_s" .Values.slo.tpotSeconds) -}}
 {{- if include "baton.apiKeysSecretName" . -}}
 {{- $_ := set $router "api_keys_file" (include "baton.apiKeysFile" .) -}}
 {{- end -}}
