@@ -52,7 +52,7 @@ class Recent:
         first = [s.ttft_s for s in (*samples, *_begun(live, now)) if s.first_at > now - WINDOW_S]
         judged = [s.good for s in samples if s.good is not None]
         return {
-            "window_s": WINDOW_S,
+            "window_s": self._reach(now),
             "ttft": _percentiles(first),
             "tpot": _percentiles(s.tpot_s for s in samples),
             "good": sum(judged),
@@ -69,6 +69,9 @@ class Recent:
         TTFT counts when the first token came, everything else when the request ended.
         """
         oldest = -(-(now - span_s) // STEP_S)
+        if self._full:  # a step that was cut would show too few
+            whole = -(-self._samples[0].end_at // STEP_S)
+            oldest = max(oldest, min(whole, now // STEP_S))
         ended = self._since(oldest * STEP_S)
         ttft: dict[float, list[float | None]] = {}
         rest: dict[float, list[_Sample]] = {}
@@ -89,6 +92,16 @@ class Recent:
             }
             for step in sorted(ttft.keys() | rest.keys())
         ]
+
+    @property
+    def _full(self) -> bool:
+        return len(self._samples) == self._samples.maxlen
+
+    def _reach(self, now: float) -> float:
+        """Seconds that "now" covers: at high rates fewer."""
+        if not self._full:
+            return WINDOW_S
+        return round(max(0.0, min(WINDOW_S, now - self._samples[0].end_at)), 1)
 
     def _since(self, moment: float) -> list[_Sample]:
         """Those that ended at or after ``moment``; they were added in this order."""

@@ -59,10 +59,17 @@ class Requests:
         """Those that go on."""
         return len(self._open)
 
-    def seen(self, latest: int | None = None) -> list[Observation]:
-        """Those that go on, oldest first, as of now; only so many of the ``latest``."""
-        chosen = list(islice(reversed(self._open), latest))
-        return [recorder.seen() for recorder in reversed(chosen)]
+    def seen(self, most: int | None = None) -> list[Observation]:
+        """Those that go on, oldest first, as of now.
+
+        Of more than ``most``, half are the oldest, which are at workers when others must wait, and
+        half the latest.
+        """
+        chosen: Iterable[RequestRecorder] = self._open
+        if most is not None and len(self._open) > most:
+            latest = list(islice(reversed(self._open), most - most // 2))
+            chosen = (*islice(self._open, most // 2), *reversed(latest))
+        return [recorder.seen() for recorder in chosen]
 
     def begin(self, endpoint: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> RequestRecorder:
         """One has arrived."""

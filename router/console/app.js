@@ -12,6 +12,7 @@ import { Workers } from "./workers.js";
 
 const DELAY_S = 0.8; // the picture is so late: stages of running requests come twice a second
 const FRAME_MS = 40;
+const SHARE = 0.2; // of the time may go into the picture: one of many requests moves less smoothly
 const LOST = "router not reachable"; // unless something answers, and says why
 
 const KEPT = "It is kept until this tab is closed, and sent to this server only.";
@@ -118,7 +119,8 @@ function ask(refused = false) {
 
 function frame(time) {
   requestAnimationFrame(frame);
-  if (paused || still.matches || time - frame.last < FRAME_MS || !model.router) return;
+  if (paused || still.matches || !model.router) return;
+  if (time - frame.last < Math.max(FRAME_MS, lanes.cost / SHARE)) return;
   if (state !== "live" || !lanes.moves) return;
   frame.last = time;
   drawLanes();
@@ -141,7 +143,7 @@ addEventListener("keydown", (event) => {
     selection.choose(null);
     return;
   }
-  if (event.target.closest("input, textarea")) return;
+  if (event.target.closest("input:not([type=radio]), textarea")) return;
   const command = COMMANDS[event.key];
   if (!command) return;
   event.preventDefault();

@@ -94,6 +94,14 @@ export function write(context, text, x, y, style, align = "left") {
   context.fillText(text, x, y);
 }
 
+/** The text, or as much of its end as fits: ids differ there. */
+export function fit(context, text, width) {
+  if (context.measureText(text).width <= width) return text;
+  let kept = text.slice(-40);
+  while (kept && context.measureText(`…${kept}`).width > width) kept = kept.slice(1);
+  return `…${kept}`;
+}
+
 // --- numbers --------------------------------------------------------------------------------
 
 export function seconds(value) {

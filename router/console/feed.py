@@ -18,7 +18,7 @@ from typing import Any
 
 from router.console.timeline import timeline
 from router.errors import Unavailable
-from router.events import Recent
+from router.events import KEEP, Recent
 from router.observation import Observation
 
 TICK_S = 0.5
@@ -26,7 +26,7 @@ SUMS_S = 1.0  # percentiles are as old as that: of thousands of requests they ta
 MAX_LISTENERS = 32
 MAX_WAITING = 256  # events of one listener
 MAX_ENDED = 128  # requests in one event; of more, the newest
-MAX_LIVE = 64  # the same for those that run
+MAX_LIVE = 64  # of those that run; see Requests.seen
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Feed:
     """Tells all listeners what is going on.
 
     ``picture()`` is what the page shows of router and workers, ``live(n)`` the requests that run
-    now, of many the ``n`` latest.
+    now, of many only ``n``.
     """
 
     def __init__(
@@ -139,13 +139,14 @@ class Feed:
             await asyncio.sleep(TICK_S)
 
     def _hello(self) -> bytes:
-        now, live = self._now(), self._live(MAX_LIVE)
+        now, live, ended = self._now(), self._live(MAX_LIVE), self.recent.ended
         return encode(
             "hello",
             {
                 "t": now,
                 "history": self.recent.history(now, live),
-                "ended": [timeline(seen) for seen in self.recent.ended],
+                "ended": [timeline(seen) for seen in ended],
+                "cut": len(ended) >= KEEP,  # there may have been others before
             },
         )
 
@@ -167,6 +168,7 @@ class Feed:
                 **self._sums,
                 "ended": ended,
                 "live": [timeline(seen) for seen in live],
+                "live_most": MAX_LIVE,
             },
         )
 

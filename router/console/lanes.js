@@ -1,13 +1,14 @@
 // Requests over the pools: a lane for the router and for each worker, time from left to right. A
 // request is a bar in the lane where it is; a curve is its KV on the way to another worker.
 
-import { Surface, colour, dot, faded, line, write } from "./draw.js";
+import { Surface, colour, dot, faded, fit, line, say, write } from "./draw.js";
 import { stepList, wayOf } from "./detail.js";
 
 const [RIGHT, TOP, BOTTOM] = [14, 6, 22];
 const MAX_ROWS = 14; // of one lane; what is more lies over the others
 const CALM_MS = 8000; // a lane that needs less room keeps it for so long
 const KEEP_S = 150;
+const MANY = 12; // lanes: above that each is lower and has one line of text
 const DOT_ROOM = 8; // pixels for each request in view, down to which first tokens are marked
 
 export class Lanes {
@@ -22,20 +23,34 @@ export class Lanes {
     chosen.checked = true;
     this.span = Number(chosen.value);
     this.now = 0;
-    this.placed = new Map(); // lane → [{key, start, end, row}]
+    this.placed = new Map(); // lane → request → {start, end, row}
     this.heights = new Map(); // lane → {rows, since}
     this.hits = [];
+    this.cost = 0; // milliseconds that the last picture took
     this.surface = new Surface(this.canvas, (...all) => this.paint(...all));
     this.listen(section);
   }
 
   /** Draw what was until ``now``, by the server's clock. */
   draw(now) {
+    const began = performance.now();
     this.now = now;
     this.requests = this.model.within(now - this.span, now);
-    this.empty.hidden = this.model.requests.size + this.model.live.size > 0;
+    this.remark();
     this.arrange();
     this.surface.draw();
+    this.cost = performance.now() - began;
+  }
+
+  /** What the picture lacks, in words. */
+  remark() {
+    const { live, requests, router } = this.model;
+    const running = router ? router.requests.in_flight : 0;
+    const cut = running > live.size && live.size >= router.live_most;
+    this.empty.hidden = requests.size + live.size > 0 && !cut;
+    if (this.empty.hidden) return;
+    say(this.empty, cut ? `${live.size} of the ${running} that run are drawn: those that came first, and the latest.`
+      : "Nothing has been asked yet. Ask something in the chat.");
   }
 
   /** Whether time changes the picture. */
@@ -60,6 +75,7 @@ export class Lanes {
       }
     }
     const rows = this.rows();
+    this.low = lanes.length > MANY;
     const time = performance.now();
     let y = TOP;
     this.lanes = new Map();
@@ -71,7 +87,7 @@ export class Lanes {
       }
       lane.rows = this.heights.get(lane.name).rows;
       lane.row = lane.rows <= 3 ? 11 : lane.rows <= 8 ? 8 : 6;
-      lane.height = Math.max(lane.role === "router" ? 26 : 38, lane.rows * lane.row + 8);
+      lane.height = Math.max(lane.role === "router" ? 26 : this.low ? 20 : 38, lane.rows * lane.row + 8);
       lane.y = y;
       lane.pad = (lane.height - lane.rows * lane.row) / 2;
       y += lane.height + 3;
@@ -90,10 +106,12 @@ export class Lanes {
         needs.set(lane, Math.max(needs.get(lane) || 0, row + 1));
       }
     }
-    for (const [lane, all] of this.placed) {
-      // What runs and is not known any more went with a router that was restarted.
-      this.placed.set(lane, all.filter((one) => (
-        one.end === Infinity ? this.model.live.has(one.key) : one.end > this.now - KEEP_S)));
+    for (const all of this.placed.values()) {
+      for (const [key, one] of all) {
+        // What runs and is not known any more went with a router that was restarted.
+        const known = one.end === Infinity ? this.model.live.has(key) : this.model.find(key);
+        if (!known || one.end < this.now - KEEP_S) all.delete(key);
+      }
     }
     return needs;
   }
@@ -111,20 +129,22 @@ export class Lanes {
   }
 
   place(lane, key, start, end) {
-    const all = this.placed.get(lane) || [];
+    const all = this.placed.get(lane) || new Map();
     this.placed.set(lane, all);
-    const known = all.find((one) => one.key === key);
+    const known = all.get(key);
     if (known) {
       known.end = end;
       return known.row;
     }
     const room = 0.004 * this.span; // so that neighbours do not grow together
-    const taken = new Set(
-      all.filter((one) => one.start < end + room && one.end + room > start).map((one) => one.row));
+    const taken = new Set();
+    for (const one of all.values()) {
+      if (one.start < end + room && one.end + room > start) taken.add(one.row);
+    }
     let row = 0;
     while (taken.has(row)) row += 1;
-    if (row >= MAX_ROWS) row = all.length % MAX_ROWS;
-    all.push({ key, start, end, row });
+    if (row >= MAX_ROWS) row = all.size % MAX_ROWS;
+    all.set(key, { start, end, row });
     return row;
   }
 
@@ -175,9 +195,11 @@ export class Lanes {
       } else {
         const hue = colour[`${lane.role}-ink`] || colour["ink-2"];
         const rest = lane.name.startsWith(`${lane.role}-`) ? lane.name.slice(lane.role.length + 1) : lane.name;
-        write(context, lane.role, 9, middle - 7, gone ? colour["ink-3"] : hue);
-        const state = lane.state === "ready" ? rest : lane.state;
-        write(context, state, 9, middle + 7, gone ? colour["bad-ink"] : colour["ink-3"]);
+        const room = this.left - 13;
+        const [away, calm] = [this.low ? 0 : 7, this.low ? hue : colour["ink-3"]];
+        if (!this.low) write(context, fit(context, lane.role, room), 9, middle - away, gone ? colour["ink-3"] : hue);
+        const state = fit(context, lane.state === "ready" ? rest : lane.state, room);
+        write(context, state, 9, middle + away, gone ? colour["bad-ink"] : calm);
       }
       i += 1;
     }
@@ -188,12 +210,24 @@ export class Lanes {
       write(context, `−${+ago.toFixed(1)} s`, x, height - 9, colour["ink-3"], "center");
     }
     write(context, "now", right, height - 9, colour["ink-3"], "right");
+    this.unknown(context, height, right);
+  }
+
+  /** Where the picture begins to be complete: at high rates the oldest requests are dropped. */
+  unknown(context, height, right) {
+    const since = this.model.complete - (this.now - this.span);
+    if (since <= 0) return;
+    const x = Math.min(right, this.left + (since / this.span) * (right - this.left));
+    line(context, [[x, TOP], [x, height - BOTTOM]], colour["ink-3"], 1, [2, 4]);
+    const text = "not all are kept";
+    if (context.measureText(text).width + 12 > x - this.left) return;
+    write(context, text, x - 6, TOP + 10, colour["ink-3"], "right");
   }
 
   /** Where a request's row in a lane is. */
   band(name, key) {
     const lane = this.lanes.get(name);
-    const placed = (this.placed.get(name) || []).find((one) => one.key === key);
+    const placed = this.placed.get(name)?.get(key);
     if (!lane || !placed) return null;
     const row = Math.min(placed.row, lane.rows - 1);
     return { y: lane.y + lane.pad + row * lane.row, height: lane.row - 2 };

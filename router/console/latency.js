@@ -58,8 +58,9 @@ export class Latency {
       p, now ? seconds(now[p]) : "–", now && slo && now[p] > slo ? `${p} bad` : p,
     ]));
     const label = now
-      ? `Of the last minute: p50 ${seconds(now.p50)}, p95 ${seconds(now.p95)}, SLO ${seconds(slo)}`
+      ? `Of ${lately(router.now)}: p50 ${seconds(now.p50)}, p95 ${seconds(now.p95)}, SLO ${seconds(slo)}`
       : "No request in the last minute";
+    this.section.querySelector(".figures").title = now ? `of ${lately(router.now)}` : "";
     this.surface.canvas.setAttribute("aria-label", `${this.section.querySelector("h2").textContent}. ${label}`);
     this.surface.draw();
   }
@@ -137,8 +138,9 @@ export class Goodput {
       ["queued", `${requests.queued}`],
     ]);
     const label = share === null ? "No request in the last minute"
-      : `${now.good} of ${now.judged} requests of the last minute were within the SLOs`;
+      : `${now.good} of ${now.judged} requests of ${lately(now)} were within the SLOs`;
     this.surface.canvas.setAttribute("aria-label", `Goodput. ${label}`);
+    this.section.querySelector(".figures").title = share === null ? "" : label;
     this.surface.draw();
   }
 
@@ -180,6 +182,11 @@ function pieces(points) {
     else found.push([point]);
   }
   return found;
+}
+
+/** What "now" is: at high rates less than a minute. */
+function lately({ window_s }) {
+  return window_s < 60 ? `the last ${Math.round(window_s)} seconds` : "the last minute";
 }
 
 function niceAbove(value) {

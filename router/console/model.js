@@ -15,6 +15,7 @@ export class Model {
     this.tracks = new Map(); // worker → [counters with their time]
     this.seen = 0; // time of the last event, the server's clock
     this.clock = null; // server's clock less this page's
+    this.complete = 0; // all requests are known that have ended since then
   }
 
   /** Take an event over; the requests that it brought the end of. */
@@ -29,6 +30,7 @@ export class Model {
     this.tick(data.t);
     this.live.clear();
     this.merge(data.history);
+    if (data.cut) this.complete = Math.max(this.complete, endOf(data.ended[0]));
     return this.add(data.ended);
   }
 
@@ -123,9 +125,10 @@ export class Model {
       this.requests.set(key, request);
       fresh.push(request);
     }
-    for (const key of this.requests.keys()) {
+    for (const [key, one] of this.requests) {
       if (this.requests.size <= KEEP_REQUESTS) break;
       this.requests.delete(key);
+      this.complete = Math.max(this.complete, endOf(one));
     }
     return fresh;
   }
@@ -172,6 +175,11 @@ export function ratesBetween(first, last) {
 /** Clients may use an id twice. */
 export function keyOf(request) {
   return `${request.id}@${request.at}`;
+}
+
+/** Time of its end. */
+function endOf(request) {
+  return request.at + request.end;
 }
 
 export function trackOf(worker) {

@@ -18,6 +18,7 @@ from router.console.feed import Feed, Listener
 from router.errors import NotFound, RequestError
 from router.sse import Message, Receive, Send, send_error, unless_disconnected
 
+STUCK_S = 20.0  # one who takes nothing for so long gives his place to another
 LIFETIME_S = 300.0  # of one stream of events; the page asks again. A router that drains waits less
 FOLDER = Path(__file__).parent
 TYPES = {
@@ -101,9 +102,22 @@ class Events:
             return
         try:
             with contextlib.suppress(RequestError, OSError):  # the page was closed
-                await unless_disconnected(receive, _pass_on(listener, send))
+                await unless_disconnected(receive, self._pass_on(listener, send))
         finally:
             self._feed.leave(listener)
+
+    async def _pass_on(self, listener: Listener, send: Send) -> None:
+        try:
+            await _start(send)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LIFETIME_S):
+                    while (event := await listener.next()) is not None:
+                        async with asyncio.timeout(STUCK_S):
+                            message = {"type": "http.response.body", "body": event}
+                            await send({**message, "more_body": True})
+        finally:
+            self._feed.leave(listener)  # now: what follows may wait for one who never reads
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _without_slash(http: Request) -> Response:
@@ -113,15 +127,6 @@ async def _without_slash(http: Request) -> Response:
 
 def _names() -> list[str]:
     return [path.name for path in FOLDER.iterdir() if path.suffix in TYPES]
-
-
-async def _pass_on(listener: Listener, send: Send) -> None:
-    await _start(send)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LIFETIME_S):
-            while (event := await listener.next()) is not None:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
 
 
 async def _start(send: Send) -> None:

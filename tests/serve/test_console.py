@@ -7,10 +7,12 @@ all of them once more in front of the default model in real engines.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +280,116 @@ def test_a_page_too_many_is_told_so(browser: Browser, at: Stage, page: Page) -> 
     assert [p for p in one_too_many.problems if "503" not in p] == []
 
 
+def test_ids_and_names_of_any_length(browser: Browser, at: Stage) -> None:
+    long = "x" * 120
+    with told(browser, at, crowd(workers=[f"{r}-{long}" for r in ROLES], model=long)) as page:
+        page.press("j")
+        page.until("document.querySelector('#requests .one dl')")
+        for width, height, phone in SIZES.values():
+            page.size(width, height, phone)
+            page.js("new Promise(done => setTimeout(done, 100))")
+            assert page.js("document.scrollingElement.scrollWidth") <= width
+            outside = page.js(
+                "[...document.querySelectorAll('.panel')].filter(e => e.scrollWidth > e.clientWidth"
+                " || [...e.querySelectorAll('*')].some(c => !c.closest('.scroll')"
+                " && c.getBoundingClientRect().right > e.getBoundingClientRect().right + 1))"
+                ".map(e => e.id)"
+            )
+            assert outside == []
+        assert page.js("document.querySelector('.mark').clientWidth") == 24
+
+
+def test_many_requests(browser: Browser, at: Stage) -> None:
+    """What is drawn is bounded, and where something is left out the page says so."""
+    events = crowd(ended=128, live=64, in_flight=364, times=12)
+    with told(browser, at, events) as page:
+        note = "document.querySelector('#lanes .empty')"
+        page.until(f"!{note}.hidden && {note}.innerText.startsWith('64 of the 364')")
+        assert page.js(ROWS) == 60
+        # All of them once more through a picture of our own: what was forgotten is not kept there.
+        placed = in_page(
+            page,
+            "lanes.js",
+            "Promise.all([m, import('/console/model.js')]).then(([{Lanes}, {Model}]) => {"
+            " const model = new Model();"
+            " const section = document.querySelector('#lanes').cloneNode(true);"
+            " const lanes = new Lanes(section, model, new EventTarget());"
+            " for (const event of said) { model.take('state', event); lanes.draw(event.t); }"
+            " return [...lanes.placed.values()].map(all => all.size ?? all.length); })",
+        )
+        assert max(placed) <= 800 + 64
+        assert page.js("said.reduce((sum, one) => sum + one.ended.length, 0)") == 12 * 128
+
+
 # --- what it computes ----------------------------------------------------------------------------
+
+
+ROLES = ("prefill", "decode")
+
+
+@contextlib.contextmanager
+def told(browser: Browser, at: Stage, events: list[dict[str, Any]]) -> Iterator[Page]:
+    """A page that hears of nothing but these states, one after the other, and is live."""
+    page = browser.page()
+    page.call(
+        "Page.addScriptToEvaluateOnNewDocument",
+        source=f"window.said = {json.dumps(events)}; window.fetch = async () => {{"
+        " const text = name => data => `event: ${name}\\ndata: ${JSON.stringify(data)}\\n\\n`;"
+        " return new Response(new ReadableStream({ start(to) {"
+        "  for (const one of said.map(text('state'))) to.enqueue(new TextEncoder().encode(one));"
+        " } })); };",
+    )
+    page.goto(f"{at.url}/console")
+    page.until(f"{LIVE} && {ROWS} > 0")
+    yield page
+    page.close()
+    assert page.problems == []
+
+
+def crowd(
+    workers: Sequence[str] = ("prefill-1", "decode-1"),
+    model: str = "m",
+    ended: int = 3,
+    live: int = 1,
+    in_flight: int = 1,
+    times: int = 2,
+) -> list[dict[str, Any]]:
+    """States half a second after each other, in each of which so many have ended."""
+    begun, noon = itertools.count(), 1_700_000_000.0
+    kv_blocks = {"free": 400, "active": 60, "leased": 20, "quarantined": 12, "cached": 20}
+    known = [
+        {
+            "id": name, "epoch": 1, "role": name.split("-")[0], "state": "ready", "stalled": False,
+            "pid": 1, "host": "127.0.0.1", "port": 1, "transport": "tcp", "running": 1,
+            "waiting": 0, "waiting_tokens": 0, "kv_blocks": 512, "blocks": kv_blocks,
+            "generated_tokens": 0, "computed_prompt_tokens": 0, "pulled_bytes": 0, "flops": 0,
+            "bytes": 0, "busy_s": 0, "peak_flops": 9e10, "peak_bytes": 1.9e10,
+        }
+        for name in workers
+    ]  # fmt: skip
+    prefill, decode = workers
+
+    def request(at: float, end: float | None) -> dict[str, Any]:
+        spans = [["queue", 0, 0.1, ""], ["prefill", 0.1, 0.2, prefill]]
+        if end is not None:
+            spans += [["transfer", 0.2, 0.21, decode], ["decode", 0.21, end, decode]]
+        return {
+            "id": f"{next(begun)}-{'y' * 110}", "at": at, "endpoint": "chat", "stream": True,
+            "prompt": 9, "cached": 0, "tokens": 5, "choices": 1, "spans": spans, "retries": [],
+            "ttft": 0.2, "tpot": None, "end": end, "code": 0 if end is None else 503,
+            "error": "" if end is None else "z" * 300, "good": end and False,
+        }  # fmt: skip
+
+    return [
+        {
+            "t": t, "id": "router-1", "model": model, "slo": {"ttft": 1.0, "tpot": 0.1},
+            "requests": {"in_flight": in_flight, "queued": 0}, "workers": known, "history": [],
+            "now": {"window_s": 60, "ttft": None, "tpot": None, "good": 0, "judged": 0},
+            "ended": [request(t - 1.5, 0.9) for _ in range(ended)],
+            "live": [request(t - 1, None) for _ in range(live)], "live_most": 64,
+        }
+        for t in (noon + i / 2 for i in range(times))
+    ]  # fmt: skip
 
 
 def in_page(page: Page, module: str, expression: str) -> Any:

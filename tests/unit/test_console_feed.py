@@ -12,7 +12,10 @@ import pytest
 from router.console import feed as feeds
 from router.console.feed import MAX_ENDED, MAX_LISTENERS, MAX_WAITING, Feed, Listener
 from router.errors import Unavailable
+from router.events import KEEP
+from router.ledger import Ledger, Objectives
 from router.observation import Observation
+from router.observe import Requests
 from tests.support.observations import NOON, seen
 
 
@@ -144,6 +147,33 @@ def test_of_many_requests_at_once_the_latest_are_told() -> None:
         at.feed.leave(listener)
 
     run(scenario)
+
+
+def test_a_page_knows_what_it_was_not_told() -> None:
+    async def scenario() -> None:
+        at = Pictures()
+        for i in range(KEEP - 1):
+            at.feed.ended(seen(NOON - 200 + i))
+        first = at.feed.listen()
+        assert (await heard(first, "hello"))[1]["cut"] is False
+        at.feed.ended(seen(NOON - 20))  # one more may push another out
+        second = at.feed.listen()
+        assert (await heard(second, "hello"))[1]["cut"] is True
+        assert (await heard(second, "state"))[1]["live_most"] == feeds.MAX_LIVE
+        at.feed.leave(first)
+        at.feed.leave(second)
+
+    run(scenario)
+
+
+def test_of_many_that_run_the_first_and_the_latest_are_shown() -> None:
+    """The latest alone would all wait at the router, and workers seem to be idle."""
+    requests = Requests("m", Ledger(Objectives(1.0, 0.1)))
+    for i in range(10):
+        requests.begin(f"{i}")
+    assert [one.endpoint for one in requests.seen(5)] == ["0", "1", "7", "8", "9"]
+    assert [one.endpoint for one in requests.seen(10)] == [f"{i}" for i in range(10)]
+    assert len(requests.seen()) == 10
 
 
 def test_a_picture_that_fails_does_not_end_the_events(caplog: pytest.LogCaptureFixture) -> None:

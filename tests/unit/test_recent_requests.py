@@ -81,6 +81,21 @@ def test_memory_is_bounded() -> None:
     assert recent.summary(NOON + 10)["ended"] == 5
 
 
+def test_at_high_rates_it_says_how_far_back_it_reaches() -> None:
+    """A step of which only some are kept must not replace the whole one that a page has."""
+    recent = Recent(samples=20)
+    for i in range(60):  # two a second over 30 s; the last 20 reach 9.5 s back
+        recent.add(seen(NOON - 29.5 + i / 2, ttft=0.0, end=0.0))
+    assert recent.summary(NOON)["window_s"] == 9.5
+    points = recent.history(NOON)
+    assert [(point["t"] - NOON, point["judged"]) for point in points] == [(-5, 10), (0, 1)]
+    # The present one is shown in any case.
+    for _ in range(20):
+        recent.add(seen(NOON + 1, ttft=0.0, end=0.0))
+    points = recent.history(NOON + 1)
+    assert [(point["t"] - NOON, point["judged"]) for point in points] == [(0, 20)]
+
+
 def test_what_goes_on_is_not_added() -> None:
     with pytest.raises(AssertionError, match="not ended"):
         Recent().add(seen(NOON, end=None))
