@@ -25,12 +25,6 @@ export class Requests {
     const { model } = this;
     const latest = [...model.requests.values()].slice(-SHOWN);
     const wanted = new Set(latest.map((one) => one.key));
-    for (const [key, row] of this.rows) {
-      if (wanted.has(key)) continue;
-      if (row.contains(document.activeElement)) this.body.firstChild.focus();
-      row.remove();
-      this.rows.delete(key);
-    }
     for (const request of latest) {
       if (!this.rows.has(request.key)) {
         const row = this.row(request);
@@ -39,6 +33,13 @@ export class Requests {
       }
       const ago = Math.max(0, model.now() - request.at - request.end);
       say(this.rows.get(request.key).firstChild, agoText(ago));
+    }
+    // Only now: the newest row, which takes the focus of one that goes, is there.
+    for (const [key, row] of this.rows) {
+      if (wanted.has(key)) continue;
+      if (row.contains(document.activeElement)) this.body.firstChild.focus();
+      row.remove();
+      this.rows.delete(key);
     }
     const text = latest.length ? `the last ${latest.length}` : "none yet";
     say(this.count, text);
@@ -77,6 +78,8 @@ export class Requests {
     const shown = request ? `${key} ${request.end}` : "";
     if (this.shown === shown && request && request.end !== null) return;
     this.shown = shown;
+    // What still runs changes twice a second, which nobody wants to have read out.
+    this.one.setAttribute("aria-busy", String(Boolean(request && request.end === null)));
     if (request) this.one.replaceChildren(...detail(request, this.model.now()));
     else if (!this.one.querySelector(".hint")) {
       this.one.replaceChildren(make("p", { class: "hint quiet" },

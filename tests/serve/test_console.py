@@ -319,6 +319,22 @@ def test_many_requests(browser: Browser, at: Stage) -> None:
         )
         assert max(placed) <= 800 + 64
         assert page.js("said.reduce((sum, one) => sum + one.ended.length, 0)") == 12 * 128
+        # Who is in the table with the keyboard stays there, though all its rows are others now.
+        where = in_page(
+            page,
+            "requests.js",
+            "Promise.all([m, import('/console/model.js')]).then(([{Requests}, {Model}]) => {"
+            " const model = new Model();"
+            " const section = document.querySelector('#requests').cloneNode(true);"
+            " section.querySelector('tbody').replaceChildren();"
+            " document.body.append(section);"
+            " const table = new Requests(section, model, new EventTarget());"
+            " const show = event => { model.take('state', event); table.update(); };"
+            " const first = () => section.querySelector('tbody').firstChild;"
+            " show(said[0]); first().focus(); show(said[1]);"
+            " const found = document.activeElement === first(); section.remove(); return found; })",
+        )
+        assert where is True
 
 
 # --- what it computes ----------------------------------------------------------------------------
