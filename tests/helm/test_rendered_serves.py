@@ -40,8 +40,8 @@ def test_the_rendered_config_serves_and_a_changed_value_changes_it(full: bool) -
         assert pods.get("/v1/models")[1]["data"][0]["id"] == "renamed"
         assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
         if full:
-            scale_and_leave(pods, values)
-            the_cluster_goes(pods)
+            prefill_ip = scale_and_leave(pods, values)
+            the_cluster_goes(pods, prefill_ip)
 
 
 def deploy(pods: RayPods, values: dict[str, Any]) -> None:
@@ -66,8 +66,11 @@ def leave(pods: RayPods, ip: str, deadline_s: int, *flags: str) -> subprocess.Po
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
-    """One more prefill pod changes nobody else; then the first one goes, as its preStop says."""
+def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> str:
+    """One more prefill pod changes nobody else; then the first one goes, as its preStop says.
+
+    The address of the other.
+    """
     before = ids(pods)
     first, second = pods.ips["prefill"], pods.add("prefill")
     deploy(pods, with_value(values, "prefill.replicas", 2))
@@ -87,14 +90,16 @@ def scale_and_leave(pods: RayPods, values: dict[str, Any]) -> None:
     there = [ip for ip, state in pods.replicas()["PrefillWorker"] if state == "RUNNING"]
     assert there == [second]
     assert pods.post("/v1/completions", PROMPT)["choices"][0]["text"].startswith(" Paris")
+    return second
 
 
-def the_cluster_goes(pods: RayPods) -> None:
+def the_cluster_goes(pods: RayPods, prefill_ip: str) -> None:
     """All pods are told at once: what runs is finished, by the workers that it has."""
     stream = pods.stream("/v1/completions", PROMPT | {"max_tokens": 400, "ignore_eos": True})
     chunks = [next(stream)]
     leavers = {
         "router": leave(pods, pods.ips["router"], 630),
+        "prefill": leave(pods, prefill_ip, 60, "--after", "routers"),
         "decode": leave(pods, pods.ips["decode"], 60, "--after", "routers"),
         "head": leave(pods, HEAD_IP, 60, "--after", "all"),
     }
@@ -102,5 +107,5 @@ def the_cluster_goes(pods: RayPods) -> None:
     finished = {name for name, process in leavers.items() if process.poll() is not None}
     assert not finished, "somebody went before the stream had ended"
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    said = {name: process.communicate(timeout=60)[0] for name, process in leavers.items()}
-    assert said == {"router": GONE, "decode": GONE, "head": ""}
+    said = {name: process.communicate(timeout=120)[0] for name, process in leavers.items()}
+    assert said == {"router": GONE, "prefill": GONE, "decode": GONE, "head": ""}
