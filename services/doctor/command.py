@@ -65,5 +65,5 @@ def examine(config: AppConfig, needs: set[str], root: Path = ROOT) -> Iterator[F
         yield judge(tried, outcome)
     yield software.check_ray()
     yield software.check_cluster(root)
-    yield software.check_ports(config)
+    yield software.check_ports(config, in_cluster=bool(software.ray_address(root)))
     yield software.check_model_cache(config)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import importlib.metadata
+import json
 import os
 import re
 import socket
@@ -76,11 +77,16 @@ def haproxy_error() -> str:
     return ""
 
 
+def ray_address(root: Path) -> str:
+    """Of the Ray that a process here would join; empty without one."""
+    with contextlib.suppress(OSError):
+        return os.environ.get("RAY_ADDRESS") or (root / CURRENT_CLUSTER).read_text().strip()
+    return ""
+
+
 def check_cluster(root: Path) -> Finding:
     """Whether the Ray that this process would join answers, and has Serve's settings."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    with contextlib.suppress(OSError):
-        address = address or (root / CURRENT_CLUSTER).read_text().strip()
+    address = ray_address(root)
     if not address:
         return Finding("cluster", Level.NOTE, "no Ray runs here: baton serve starts one of its own")
     command = [str(Path(sys.executable).with_name("ray")), "health-check", "--address", address]
@@ -106,14 +112,23 @@ def check_cluster(root: Path) -> Finding:
     return Finding("cluster", Level.OK, f"Ray at {address} answers")
 
 
-def check_ports(config: AppConfig) -> Finding:
-    """The API's port is free, or a router of ours is what answers there."""
+def check_ports(config: AppConfig, in_cluster: bool = False) -> Finding:
+    """The API's port is free, or what answers there is a router of ours.
+
+    ``in_cluster``: Serve runs here, and its HAProxy has the port before there is a router.
+    """
     taken = [port for port in _ports(config) if not _free(config.host, port)]
     if not taken:
         ports = ", ".join(map(str, _ports(config)))
         return Finding("ports", Level.OK, f"{ports} of {config.host} free")
-    if taken == [config.port] and (answer := _baton_there(config)):
-        return Finding("ports", Level.OK, f"at {config.port} a router answers: baton {answer}")
+    if taken == [config.port] and _version_there(config) == version():
+        found = f"at {config.port} of {config.host} a router of this version answers"
+        return Finding("ports", Level.OK, found)
+    if taken == [config.port] and in_cluster:
+        found = (
+            f"{config.port} of {config.host} taken, as by Serve, but no router answers there yet"
+        )
+        return Finding("ports", Level.NOTE, found)
     return Finding(
         "ports",
         Level.FAIL,
@@ -134,13 +149,13 @@ def _free(host: str, port: int) -> bool:
     return True
 
 
-def _baton_there(config: AppConfig) -> str:
-    """The version of the router that answers at the API's port, or nothing."""
+def _version_there(config: AppConfig) -> str:
+    """What the server at the API's port says of its version, or nothing."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         url = f"http://{host}:{config.port}/version"
         with urllib.request.urlopen(url, timeout=5) as answer:
-            return re.sub(r'^\{"version": ?"([\w.+]+)"\}$', r"\1", answer.read().decode().strip())
+            return str(json.loads(answer.read())["version"])
     return ""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from router.version import version
 from services.config import AppConfig
 from services.doctor import software
 from services.doctor.findings import Level
@@ -177,12 +178,14 @@ def test_a_trial_that_cannot_start_is_no_success(monkeypatch: pytest.MonkeyPatch
 
 
 class Version(http.server.BaseHTTPRequestHandler):
-    """What a router says at /version."""
+    """What a server says at /version; others than ours have one as well."""
+
+    says = ""
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/version" else 404)
         self.end_headers()
-        self.wfile.write(b'{"version":"1.2.3"}')
+        self.wfile.write(json.dumps({"version": self.says}).encode())
 
     def log_message(self, *args: object) -> None:
         pass
@@ -197,14 +200,20 @@ def test_ports() -> None:
     assert software.check_ports(AppConfig(port=free_port())).level is Level.OK
 
 
-def test_a_router_of_ours_may_have_the_port() -> None:
+@pytest.mark.parametrize(("says", "level"), [(version(), Level.OK), ("0.32.0", Level.FAIL)])
+def test_a_router_of_ours_may_have_the_port(
+    says: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Version, "says", says)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Version) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        finding = software.check_ports(AppConfig(port=server.server_port))
+        config = AppConfig(port=server.server_port)
+        alone, in_cluster = (software.check_ports(config, in_cluster=c) for c in (False, True))
         server.shutdown()
         thread.join()
-    assert (finding.level, "a router answers: baton 1.2.3" in finding.found) == (Level.OK, True)
+    assert (alone.level, alone.check) == (level, "ports")
+    assert in_cluster.level is (Level.OK if level is Level.OK else Level.NOTE)
 
 
 def free_port() -> int:
