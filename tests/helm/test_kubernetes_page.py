@@ -130,7 +130,7 @@ def test_what_baton_is_asked_for_is_a_command() -> None:
 def test_checks_of_the_doctor() -> None:
     code = "".join(path.read_text() for path in (ROOT / "services" / "doctor").glob("*.py"))
     known = set(re.findall(r'(?:Finding|Try)\(\s*f?"([a-z {}]+)"', code))
-    known |= {name.replace("{tls}", "rc") for name in known}
+    known |= {name.replace("{tls}", tls) for name in known for tls in ("rc", "srd")}
     table = PAGE.split("### What RDMA needs")[1].split("\n\n")[1]
     named = set(re.findall(r"\| `([a-z ]+)`[^|]*\|$", table, re.MULTILINE))
     named |= set(re.findall(r"`((?:ucx |locked )[a-z ]+)`", PAGE))
