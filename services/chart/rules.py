@@ -9,10 +9,8 @@ own, which are those that Kubernetes has explained already.
 
 from typing import Any
 
-from services.chart.config_schema import app_schema, router_schema, worker_schema
+from services.chart.config_schema import Schema, app_schema, router_schema, worker_schema
 from services.config import Limit
-
-Schema = dict[str, Any]
 
 ROLES = ("router", "prefill", "decode", "mixed")
 NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # of an object, or empty

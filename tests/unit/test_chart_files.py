@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from services.chart.values import ValuesError, read_values
 from services.config import AppConfig, ConfigError, WorkerConfig, from_yaml, keys
 
 ROOT = Path(__file__).parents[2]
-MADE = files(ROOT)
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
 SMALL = """\
@@ -31,10 +31,15 @@ block:
 """
 
 
+@cache
+def made() -> dict[Path, str]:
+    return files(ROOT)
+
+
 def test_what_is_committed_is_what_the_code_makes() -> None:
-    old = [str(path) for path, text in MADE.items() if _read(path) != text]
+    old = [str(path) for path, text in made().items() if _read(path) != text]
     assert not old, f"run make chart: {old}"
-    assert not stale(ROOT, MADE), "run make chart"
+    assert not stale(ROOT, made()), "run make chart"
 
 
 def _read(path: Path) -> str:
@@ -46,7 +51,7 @@ def test_rules_and_boards_are_copied_whole() -> None:
         sources = list((ROOT / OBSERVABILITY).glob(pattern))
         assert sources
         for source in sources:
-            assert MADE[COPIES / source.relative_to(ROOT / OBSERVABILITY)] == source.read_text()
+            assert made()[COPIES / source.relative_to(ROOT / OBSERVABILITY)] == source.read_text()
 
 
 def test_chart_and_package_have_the_same_versions() -> None:
@@ -133,7 +138,7 @@ def test_defaults_in_the_schema_are_those_of_the_code() -> None:
 
 
 def test_every_level_of_ours_is_closed() -> None:
-    schema = json.loads(MADE[CHART / "values.schema.json"])
+    schema = json.loads(made()[CHART / "values.schema.json"])
 
     def open_levels(part: dict, path: str) -> list[str]:
         inner = [
