@@ -51,9 +51,7 @@ class LeaveOptions:
     address: str = ""  # of the Ray cluster; empty: what RAY_ADDRESS says
     node_ip: str = ""  # of this node; empty: found out, as can be where a host is one node
     deadline_s: float = 60.0  # until the node goes, from when it is said to drain
-    after: str = (
-        ""  # who goes first when the whole cluster does: "routers", or "all" (then no drain)
-    )
+    after: str = ""  # who goes first when the whole cluster does: "routers", or "all"
     patience_s: float = 600.0  # the longest wait for these
 
 
@@ -64,6 +62,7 @@ def run_leave(options: LeaveOptions) -> int:
     try:
         if options.after and _within(NOTICE_S, the_cluster_goes):
             _within(options.patience_s, lambda: not _placed(options.after))
+        # the head has no replicas, and is never said to drain: Serve needs it to the end
         return 0 if options.after == "all" else _leave(options.deadline_s)
     finally:
         ray.shutdown()

@@ -163,8 +163,6 @@ OURS: dict[str, Schema] = {
     "intervalSeconds": whole(1) | {"description": "time between two moves of traffic"},
     "gatewayClassName": text("of the Gateway that moves the traffic", pattern=NAME),
     "clusterDeletionDelaySeconds": whole(0),
-    "serviceUnhealthySeconds": whole(1),
-    "deploymentUnhealthySeconds": whole(1) | {"description": "the same, of Serve's deployments"},
     "ray.objectStoreBytes": whole(78643200),
     "ray.env": ENVIRONMENT,
     "ray.logEncoding": text(enum=["TEXT", "JSON"]),
