@@ -34,6 +34,7 @@ from router.errors import (
     RequestError,
     TooLarge,
 )
+from router.key_file import Keys
 from router.keys import OPEN_PATHS, RequireKey
 from router.ledger import Ledger, Objectives
 from router.metrics import RouterMetrics
@@ -110,7 +111,7 @@ def create_api(
     app.add_exception_handler(Exception, on_exception)
     app.add_middleware(
         RequireKey,
-        keys=settings.config.api_keys,
+        keys=Keys(settings.config.api_keys, settings.config.api_keys_file),
         open_paths=OPEN_PATHS | {"/metrics"} | pages.paths(),
     )
     app.add_middleware(Observe, requests=front.requests)  # the last one added is the outermost

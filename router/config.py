@@ -41,7 +41,7 @@ class RouterConfig:
     slo_tpot_s: float = 0.1  # objective: each token after it, on average
     metrics_public: bool = True  # GET /metrics on the API's port as well, without a key
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
-    api_keys_file: str = ""  # further keys, one per line; read when a router starts
+    api_keys_file: str = ""  # further keys, one per line; read again when it has changed
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from router.config import RouterConfig
+from router.key_file import KeyFileError, Keys
 from router.tracing import tracing_installed
 from services.config import AppConfig, ConfigError
 from services.engine.model_config import ModelError, read_config
@@ -111,19 +112,12 @@ def read_secret_file(file: Path, name: str = "secret_file") -> bytes:
     return secret
 
 
-def read_api_keys(config: RouterConfig) -> tuple[str, ...]:
-    """All keys of clients, those of ``api_keys_file`` included; empty: none is asked for."""
-    if not config.api_keys_file:
-        return config.api_keys
-    name = f"router.api_keys_file {config.api_keys_file}"
+def check_api_keys(config: RouterConfig) -> None:
+    """Raise ConfigError if a router could not read ``api_keys_file``."""
     try:
-        lines = Path(config.api_keys_file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: {getattr(error, 'strerror', None) or error}") from error
-    keys = tuple(key for line in lines if (key := line.strip()))
-    if not keys:  # which must not open the door to everybody
-        raise ConfigError(f"{name}: holds no key")
-    return config.api_keys + keys
+        Keys(config.api_keys, config.api_keys_file)
+    except KeyFileError as error:
+        raise ConfigError(f"router.api_keys_file {config.api_keys_file}: {error}") from error
 
 
 def _cores() -> int:

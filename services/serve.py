@@ -29,7 +29,7 @@ from pathlib import Path
 
 from services.config import AppConfig, ConfigError
 from services.fetch import fetch, pinned
-from services.machine import model_facts, read_api_keys, read_secret, this_machine
+from services.machine import check_api_keys, model_facts, read_secret, this_machine
 from services.resolve import resolve
 from services.supervisor import supervise
 from services.warm_kernels import warm_kernels
@@ -90,7 +90,7 @@ def run_serve(config: AppConfig) -> int:
     warm_kernels(phases.detail)
     resolved = resolve(config, this_machine(), model_facts(folder, config.model))
     secret = read_secret(config)
-    read_api_keys(config.router)  # now, where the user sees what is wrong; routers read it later
+    check_api_keys(config.router)  # now, where the user sees what is wrong
     work = Path(tempfile.mkdtemp(prefix="baton-", dir=short_folder()))
     if not config.secret_file:  # baton drain needs it
         file = work / "secret"

@@ -1,13 +1,13 @@
 """What one router or worker process is told: a deployment's configuration, made concrete."""
 
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.config import RouterSettings
 from services.config import AppConfig, WorkerConfig
 from services.engine.config import EngineConfig
-from services.machine import read_api_keys
+from services.machine import check_api_keys
 from services.model_folder import weights_id
 
 
@@ -83,8 +83,9 @@ def router_settings(
     one_host: bool = True,
 ) -> RouterSettings:
     """Settings of a new router on ``host``; ``config`` is resolved, the model is in ``folder``."""
+    check_api_keys(config.router)
     return RouterSettings(
-        config=replace(config.router, api_keys=read_api_keys(config.router)),
+        config=config.router,
         model_dir=str(folder),
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",

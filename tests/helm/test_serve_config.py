@@ -149,3 +149,36 @@ def test_a_changed_value_is_a_changed_application(path: str, value: Any) -> None
     marks = [each.pods()["head"]["metadata"]["annotations"][mark] for each in (before, after)]
     assert marks[0] != marks[1]
     assert "annotations" not in render({}).pods()["head"]["metadata"]
+
+
+def environment(chart: Rendered, role: str) -> dict[str, Any]:
+    entries = chart.pods()[role]["spec"]["containers"][0]["env"]
+    assert len({entry["name"] for entry in entries}) == len(entries), "a name stands twice"
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
+
+
+@pytest.mark.parametrize(("config", "seconds"), [({}, "610"), ({"request_timeout_s": 59.5}, "70")])
+def test_an_haproxy_that_was_replaced_lets_the_longest_request_end(
+    config: dict[str, float], seconds: str
+) -> None:
+    chart = render({"router": {"config": config}})
+    for role in chart.pods():
+        assert environment(chart, role)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == seconds
+
+
+def test_a_variable_of_a_role_wins_over_those_of_all_and_these_over_the_chart_s() -> None:
+    values = {
+        "ray": {"env": {"RAY_USAGE_STATS_ENABLED": 1, "UCX_TLS": "tcp", "MINE": "all"}},
+        "secrets": {"hubToken": {"existingSecret": "hub"}},
+        "prefill": {"env": [{"name": "MINE", "value": "prefill"}]},
+        "decode": {"env": [{"name": "HF_TOKEN", "value": "of decode"}]},
+    }
+    chart = render(values)
+    everywhere = [environment(chart, role) for role in chart.pods()]
+    assert {env["RAY_USAGE_STATS_ENABLED"] for env in everywhere} == {"1"}
+    assert {env["UCX_TLS"] for env in everywhere} == {"tcp"}
+    assert environment(chart, "prefill")["MINE"] == "prefill"
+    assert environment(chart, "decode")["MINE"] == "all"
+    assert environment(chart, "decode")["HF_TOKEN"] == "of decode"
+    hub = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert environment(chart, "prefill")["HF_TOKEN"] == hub

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from router.config import RouterConfig
+from router.key_file import LOOK_S, Keys
 from services import machine
 from services.config import AppConfig, ConfigError, from_yaml
-from services.machine import read_api_keys, this_machine
+from services.machine import check_api_keys, this_machine
 from services.resolve import Machine, ModelFacts, resolve_shared, resolve_worker
 from services.settings import router_settings
 
@@ -111,33 +112,78 @@ def test_cores_are_those_that_the_container_may_use(
 # --- keys of clients -----------------------------------------------------------------------------
 
 
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_keys_of_a_file_come_to_those_of_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n  two \nthree")
-    config = RouterConfig(api_keys=("zero",), api_keys_file=str(file))
-    assert read_api_keys(config) == ("zero", "one", "two", "three")
-    app = from_yaml({"router": {"api_keys": ["zero"], "api_keys_file": str(file)}})
-    settings = router_settings(app, tmp_path, b"0123456789abcdef")
-    assert settings.config.api_keys == ("zero", "one", "two", "three")
+    keys = Keys(("zero",), str(file))
+    assert keys
+    words = (b"zero", b"one", b"two", b"three", b"four", b"")
+    assert [word for word in words if keys.known(word)] == [b"zero", b"one", b"two", b"three"]
 
 
-def test_without_a_file_keys_are_those_of_the_configuration() -> None:
-    assert read_api_keys(RouterConfig()) == ()
-    assert read_api_keys(RouterConfig(api_keys=("one",))) == ("one",)
+def test_without_keys_none_is_asked_for() -> None:
+    assert not Keys()
+    assert Keys(("one",))
+
+
+def test_a_file_that_has_changed_is_read_again_after_some_seconds(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text("old")
+    keys = Keys((), str(file), clock)
+    changed = tmp_path / "new"
+    changed.write_text("new\n")
+    changed.replace(file)  # as Kubernetes does with a secret
+    assert keys.known(b"old")
+    clock.now += LOOK_S
+    assert keys.known(b"new")
+    assert not keys.known(b"old")
+
+
+def test_a_file_that_goes_bad_changes_nothing_until_it_is_good_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text("old")
+    keys = Keys((), str(file), clock)
+    for damage in (lambda: file.write_text("\n"), file.unlink):
+        damage()
+        clock.now += LOOK_S
+        assert keys.known(b"old")
+        assert not keys.known(b"")
+    said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert said == [
+        "holds no key; the keys that were in it still hold",
+        "No such file or directory; the keys that were in it still hold",
+    ]
+    file.write_text("new")
+    clock.now += LOOK_S
+    assert keys.known(b"new")
+    assert not keys.known(b"old")
 
 
 @pytest.mark.parametrize("text", ["", "\n", " \n\t\n"])
 def test_a_file_without_a_key_does_not_open_the_door(text: str, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
+    app = from_yaml({"router": {"api_keys": ["one"], "api_keys_file": str(file)}})
     with pytest.raises(ConfigError) as error:
-        read_api_keys(RouterConfig(api_keys=("one",), api_keys_file=str(file)))
+        router_settings(app, tmp_path, b"0123456789abcdef")
     assert str(error.value) == f"router.api_keys_file {file}: holds no key"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="router.api_keys_file .*: No such file or directory"):
-        read_api_keys(RouterConfig(api_keys_file=str(tmp_path / "keys")))
+        check_api_keys(RouterConfig(api_keys_file=str(tmp_path / "keys")))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="router.api_keys_file .*: 'utf-8' codec"):
-        read_api_keys(RouterConfig(api_keys_file=str(tmp_path / "bytes")))
+        check_api_keys(RouterConfig(api_keys_file=str(tmp_path / "bytes")))
