@@ -1,49 +1,52 @@
-"""``make bench-observability``: what metrics, traces off, and the open console cost of throughput.
+"""``make bench-observability``: what metrics and the open console cost of throughput.
 
-Two servers of the same kind, by turns under the same load, so that a machine that changes its speed
-changes both. The one is read by a scraper of all its metrics ports every five seconds, vLLM's
-names included, and by two open consoles; the other one's observing code does nothing at all
-(:mod:`tests.support.unwatched_baton`). Each is ``baton local``: router and workers share one
-interpreter there, so whatever any of them notes holds up all. Needs an idle machine. Status 1 when
-the median cost is 2 % of tokens per second or more.
+One server under the same load again and again, by turns with and without: with, it notes what it
+does, all its metrics ports are scraped every five seconds, vLLM's names included, and two consoles
+are open; without, the noting code does nothing (:mod:`tests.support.switched_baton`), and nobody
+reads. It is ``baton local``: router and workers share one interpreter there, so whatever any of
+them notes holds up all. Needs an idle machine. Status 1 when the median cost is 2 % of tokens per
+second or more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import random
+import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import psutil
 
-from tests.support import local_baton, unwatched_baton
 from tests.support.scrape import scrape
-from tests.support.serving import Served, served
+from tests.support.serving import Served, served, until
+from tests.support.switched_baton import COMMAND, OFF, ON
 
 LIMIT = 0.02
 STREAMS, PROMPT = 16, 64
 VOCAB = 49152
 SCRAPE_EVERY_S = 5.0  # as deploy/observability/prometheus.yaml has it
 CONSOLES = 2
-FLAGS = ("--max-model-len", "512", "--kv-blocks", "512", "--threads", "1")
+FLAGS = (
+    "--max-model-len", "512", "--kv-blocks", "512", "--threads", "1", "--metrics-compat", "vllm",
+)  # fmt: skip
 
 
 # --- who watches ---------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def watchers(server: Served) -> Iterator[dict[str, int]]:
-    """Scraper and consoles until the block ends, and what they have read so far."""
+@contextmanager
+def watchers(server: Served) -> Iterator[None]:
+    """Scraper and consoles until the block ends."""
     stop = threading.Event()
     seen = {"scrapes": 0, "events": 0}
 
@@ -68,42 +71,42 @@ def watchers(server: Served) -> Iterator[dict[str, int]]:
     for thread in threads:
         thread.start()
     try:
-        yield seen
+        yield
     finally:
         stop.set()
         for thread in threads:
             thread.join()
+    assert seen["scrapes"] >= 3, seen
+    assert seen["events"] >= CONSOLES, seen
 
 
 # --- the load ------------------------------------------------------------------------------------
 
 
 class Side:
-    """One of the two servers."""
+    """With, or without."""
 
-    def __init__(self, name: str, server: Served) -> None:
-        self.name, self.server = name, server
+    def __init__(self, server: Served, switch: signal.Signals) -> None:
         self.rates: list[float] = []  # tokens per second, a round each
         self.cpu_ms: list[float] = []  # of the server, per token
+        self._server, self._switch = server, switch
         self._process = psutil.Process(server.process.pid)
 
     def measure(self, prompts: list[list[int]], num_tokens: int) -> None:
         """All prompts, so many at a time."""
-        before, started = self._cpu_s(), time.monotonic()
-        calls: list[Callable[[], int]] = [
-            partial(answer, self.server, prompt, num_tokens) for prompt in prompts
-        ]
-        tokens = sum(self.server.at_once(calls, in_flight=STREAMS))
-        seconds = time.monotonic() - started
+        self._server.idle_workers()
+        self._process.send_signal(self._switch)
+        with watchers(self._server) if self._switch is ON else nullcontext():
+            before, started = self._cpu_s(), time.monotonic()
+            calls: list[Callable[[], int]] = [
+                partial(answer, self._server, prompt, num_tokens) for prompt in prompts
+            ]
+            tokens = sum(self._server.at_once(calls, in_flight=STREAMS))
+            seconds = time.monotonic() - started
+            cpu_s = self._cpu_s() - before
         assert tokens == len(prompts) * num_tokens
         self.rates.append(tokens / seconds)
-        self.cpu_ms.append(1000 * (self._cpu_s() - before) / tokens)
-
-    def counted(self) -> float:
-        """Generated tokens, by its own metrics."""
-        address = urlsplit(self.server.url)
-        page = scrape(str(address.hostname), int(address.port or 80))
-        return float(page.value("baton_generated_tokens_total"))
+        self.cpu_ms.append(1000 * cpu_s / tokens)
 
     def _cpu_s(self) -> float:
         times = self._process.cpu_times()
@@ -124,6 +127,14 @@ def answer(server: Served, prompt: list[int], num_tokens: int) -> int:
     request = Request(server.url + "/v1/completions", json.dumps(body).encode(), headers)
     with urlopen(request, timeout=300) as stream:
         return sum(line.startswith(b"data: {") for line in stream)
+
+
+def listens(server: Served) -> bool:
+    """Whether it answers."""
+    try:
+        return server.get("/ready")[0] == 200
+    except OSError:
+        return False
 
 
 def prompts_of(run: int, count: int) -> list[list[int]]:
@@ -164,37 +175,28 @@ def report(watched: Side, bare: Side) -> float:
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32, help="of each side in a round")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     args, flags = parser.parse_known_args()
-    plain = (*local_baton.COMMAND, "serve")
-    with (
-        served(*FLAGS, "--metrics-compat", "vllm", *flags, program=plain) as first,
-        served(*FLAGS, *flags, program=unwatched_baton.COMMAND) as second,
-    ):
-        watched, bare = Side("watched", first), Side("not", second)
-        for side in (watched, bare):
-            side.measure(prompts_of(0, STREAMS), 8)  # warms up
-            side.rates.clear()
-            side.cpu_ms.clear()
+    with served(*FLAGS, *flags, program=COMMAND) as server:
+        until(lambda: listens(server), "it listens")  # it says so a moment before
+        watched, bare = Side(server, ON), Side(server, OFF)
+        Side(server, OFF).measure(prompts_of(0, STREAMS), 8)  # warms up
         for run in range(1, args.rounds + 1):
-            prompts = prompts_of(run, args.requests)
-            for side in (watched, bare) if run % 2 else (bare, watched):
-                if side is bare:
-                    side.measure(prompts, args.tokens)
-                    continue
-                with watchers(side.server) as saw:
-                    side.measure(prompts, args.tokens)
-                assert saw["scrapes"] >= 3, saw
-                assert saw["events"] >= CONSOLES, saw
+            prompts = prompts_of(2 * run, args.requests), prompts_of(2 * run + 1, args.requests)
+            turns = (watched, bare) if run % 2 else (bare, watched)
+            for side, asked in zip(turns, prompts, strict=True):
+                side.measure(asked, args.tokens)
             print(
                 f"round {run}: {watched.rates[-1]:6.1f} tokens/s watched, {bare.rates[-1]:6.1f} not"
                 f", ratio {watched.rates[-1] / bare.rates[-1]:.3f}",
                 flush=True,
             )
-        asked = STREAMS * 8 + args.rounds * args.requests * args.tokens
-        assert (watched.counted(), bare.counted()) == (asked, 0), "one side is not what it claims"
+        expected = args.rounds * args.requests * args.tokens
+        address = urlsplit(server.url)
+        page = scrape(str(address.hostname), int(address.port or 80))
+        assert page.value("baton_generated_tokens_total") == expected, "it is not what it claims"
     return 0 if report(watched, bare) < LIMIT else 1
 
 
