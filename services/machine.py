@@ -24,7 +24,7 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "200000 100000": two of each microsecond; or "max ..."
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "QUOTA PERIOD" in microseconds, or "max ..."
 
 
 # A third of what another thread gets: enough that a busy neighbour does not starve it.
