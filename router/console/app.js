@@ -89,7 +89,14 @@ function onEvent(name, data) {
 }
 
 function onState(now, reason = "") {
-  if (now === "locked") ask(key.value !== "");
+  const dialog = $("#key-dialog");
+  if (now === "locked") {
+    ask(key.value !== "");
+    dialog.dataset.needed = true;
+  } else if (now === "live" && dialog.dataset.needed === "true") { // no key is needed any more
+    dialog.dataset.needed = false;
+    dialog.close();
+  }
   state = now;
   why = reason;
   showState();

@@ -4,6 +4,7 @@
 const SILENCE_MS = 6000; // an event comes twice a second: after so long nobody is there
 const HIDDEN_MS = 20000; // a page that nobody looks at for so long listens no more
 const LONGEST_MS = 4000; // between attempts
+const LOCKED_MS = 30000; // the same without a key that is accepted: there may be no need of one later
 
 export const key = {
   value: "",
@@ -75,6 +76,7 @@ export class Connection {
     this.onState = onState;
     this.failures = 0;
     this.why = "";
+    this.last = ""; // how the last attempt ended
     this.wake = () => {};
     this.abort = new AbortController();
     document.addEventListener("visibilitychange", () => this.look());
@@ -87,9 +89,11 @@ export class Connection {
       if (this.resting) await this.pause(Infinity);
       const status = await this.follow();
       if (this.resting) continue;
+      const again = status === this.last;
+      this.last = status;
       if (status === 401) {
-        this.onState("locked");
-        await this.pause(Infinity); // until there is another key
+        if (!again) this.onState("locked"); // who has closed the question is not asked once more
+        await this.pause(LOCKED_MS);
       } else if (status !== "ended") {
         this.failures += 1;
         if (this.failures > 1 || status === "refused") this.onState("lost", this.why);
@@ -153,6 +157,7 @@ export class Connection {
 
   again() {
     this.failures = 0;
+    this.last = "";
     this.resting = false;
     this.abort.abort();
     this.wake();

@@ -280,6 +280,23 @@ def test_a_page_too_many_is_told_so(browser: Browser, at: Stage, page: Page) -> 
     assert [p for p in one_too_many.problems if "503" not in p] == []
 
 
+def test_a_key_that_is_needed_no_more(browser: Browser, at: Stage) -> None:
+    """The page finds out by itself; and it asks once, not at each try."""
+    is_open = "document.querySelector('#key-dialog').open"
+    with told(browser, at, crowd(), locked=True) as page:
+        page.until(is_open)
+        page.press("Escape")
+        page.until(f"!{is_open}")
+        page.js("tries = 0")
+        page.until("tries > 2")
+        assert not page.js(is_open)
+        page.js("document.dispatchEvent(new Event('keychange'))")
+        page.until(is_open)
+        page.js("locked = false")
+        page.until(LIVE)
+        assert not page.js(is_open)
+
+
 def test_ids_and_names_of_any_length(browser: Browser, at: Stage) -> None:
     long = "x" * 120
     with told(browser, at, crowd(workers=[f"{r}-{long}" for r in ROLES], model=long)) as page:
@@ -344,19 +361,29 @@ ROLES = ("prefill", "decode")
 
 
 @contextlib.contextmanager
-def told(browser: Browser, at: Stage, events: list[dict[str, Any]]) -> Iterator[Page]:
-    """A page that hears of nothing but these states, one after the other, and is live."""
+def told(
+    browser: Browser, at: Stage, events: list[dict[str, Any]], locked: bool = False
+) -> Iterator[Page]:
+    """A page that hears of nothing but these states, one after the other, and is live.
+
+    ``locked``: it is told so until ``locked`` is false there, and its time goes 100 times as fast.
+    """
     page = browser.page()
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
-        source=f"window.said = {json.dumps(events)}; window.fetch = async () => {{"
+        source=f"window.said = {json.dumps(events)}; window.locked = {json.dumps(locked)};"
+        " window.tries = 0; const after = setTimeout;"
+        " if (locked) window.setTimeout = (f, ms, ...rest) => after(f, ms / 100, ...rest);"
+        " window.fetch = async () => { tries += 1;"
+        " if (locked) return new Response('', { status: 401 });"
         " const text = name => data => `event: ${name}\\ndata: ${JSON.stringify(data)}\\n\\n`;"
         " return new Response(new ReadableStream({ start(to) {"
         "  for (const one of said.map(text('state'))) to.enqueue(new TextEncoder().encode(one));"
         " } })); };",
     )
     page.goto(f"{at.url}/console")
-    page.until(f"{LIVE} && {ROWS} > 0")
+    if not locked:
+        page.until(f"{LIVE} && {ROWS} > 0")
     yield page
     page.close()
     assert page.problems == []
