@@ -100,8 +100,8 @@ class Router:
         return self._api
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Called by Serve at the start, and when only this has changed: ``workers`` by role, and how
-        many ``routers``.
+        """Called by Serve at the start, and when only this has changed: ``workers`` by role, and
+        how many ``routers``.
 
         A Serve config that scales by ``num_replicas`` says here what routers shall expect.
         """
