@@ -6,6 +6,7 @@ it. ::
     node is said to drain ─► Serve places nothing new on it, and starts its replicas elsewhere
                           ─► each is stopped as in a rollout: a worker hands back what it does,
                              a router ends its requests
+                          ─► HAProxy ends the connections through it to routers of other nodes
 
 Where there is no place elsewhere, replicas are stopped in time for the deadline all the same:
 ``graceful_shutdown_timeout_s`` of their deployment before it. What they do then is in
@@ -29,18 +30,19 @@ import ray
 from ray import _raylet, serve
 from ray.core.generated import autoscaler_pb2
 
-POLL_S = 0.5  # Serve tells nobody when a replica has stopped
+POLL_S = 0.5  # Serve tells nobody when something has stopped
 NOTICE_S = 20.0  # until all pods of a cluster that goes have told Ray, which takes them seconds
 LEAVING = ("PENDING_MIGRATION", "STOPPING")
-ROUTER = "Router"
+PROXY_SERVES = ("HEALTHY", "DRAINING")
+ROUTER, PROXY = "Router", "HAProxy"
 
 
 @dataclass(frozen=True)
-class Replica:
-    """What Serve says of one."""
+class Part:
+    """Something of Serve's on a node: a replica by its deployment's name, or the node's HAProxy."""
 
-    deployment: str
-    node_id: str | None  # None while it has no place
+    name: str
+    node_id: str
     state: str
 
 
@@ -60,43 +62,39 @@ def run_leave(options: LeaveOptions) -> int:
     on: dict[str, Any] = {"_node_ip_address": options.node_ip} if options.node_ip else {}
     ray.init(options.address or None, log_to_driver=False, logging_level=logging.ERROR, **on)
     try:
+        here = ray.get_runtime_context().get_node_id()
         if options.after and _within(NOTICE_S, the_cluster_goes):
-            _within(options.patience_s, lambda: not _placed(options.after))
+            _within(options.patience_s, lambda: not first_ones(options.after, here))
         # the head has no replicas, and is never said to drain: Serve needs it to the end
-        return 0 if options.after == "all" else _leave(options.deadline_s)
+        return 0 if options.after == "all" else _leave(here, options.deadline_s)
     finally:
         ray.shutdown()
 
 
-def _leave(deadline_s: float) -> int:
-    context = ray.get_runtime_context()
-    node_id = context.get_node_id()
-    drain_node(context.gcs_address, node_id, deadline_s)
-    if _within(deadline_s, lambda: not replicas_on(node_id)):
-        print("no replica is left on this node")
+def _leave(node_id: str, deadline_s: float) -> int:
+    drain_node(ray.get_runtime_context().gcs_address, node_id, deadline_s)
+    if _within(deadline_s, lambda: not parts_on(node_id)):
+        print("nothing is left on this node")
         return 0
-    print(f"still here after {deadline_s:.0f} s: {', '.join(replicas_on(node_id))}")
+    print(f"still here after {deadline_s:.0f} s: {', '.join(parts_on(node_id))}")
     return 1
 
 
 def the_cluster_goes() -> bool:
     """Whether all routers are about to leave."""
-    return all(router.state in LEAVING for router in _placed("routers"))
+    return all(part.state in LEAVING for part in parts() if part.name == ROUTER)
 
 
-def _placed(who: str) -> list[Replica]:
-    """Replicas that are on some node, of the routers or of all."""
-    names = (ROUTER,) if who == "routers" else None
-    return [one for one in replicas() if one.node_id and (not names or one.deployment in names)]
+def first_ones(who: str, here: str) -> list[Part]:
+    """What is waited for: "routers", or "all" on other nodes than this."""
+    if who == "routers":
+        return [part for part in parts() if part.name == ROUTER]
+    return [part for part in parts() if part.node_id != here]
 
 
-def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(POLL_S)
-    return True
+def parts_on(node_id: str) -> list[str]:
+    """Names of what is on a node, also if it is being stopped."""
+    return [part.name for part in parts() if part.node_id == node_id]
 
 
 def drain_node(gcs_address: str, node_id: str, deadline_s: float) -> None:
@@ -111,19 +109,31 @@ def drain_node(gcs_address: str, node_id: str, deadline_s: float) -> None:
         raise RuntimeError(f"Ray does not let node {node_id} go: {reason}")
 
 
-def replicas_on(node_id: str) -> list[str]:
-    """Names of the deployments that have a replica on a node, also one that is being stopped."""
-    return [each.deployment for each in replicas() if each.node_id == node_id]
-
-
-def replicas() -> list[Replica]:
-    """All replicas of all deployments; none where Serve does not run, or not any more."""
+def parts() -> list[Part]:
+    """All that has a place; nothing where Serve does not run, or not any more."""
     client: Any = serve.context._get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return []
-    return [
-        Replica(name, replica.get("node_id"), replica["state"])
-        for application in client.get_serve_details()["applications"].values()
+    details = client.get_serve_details()
+    replicas = [
+        Part(name, replica["node_id"], replica["state"])
+        for application in details["applications"].values()
         for name, deployment in application["deployments"].items()
         for replica in deployment["replicas"]
+        if replica.get("node_id")  # one that starts has none yet
     ]
+    proxies = (details.get("proxies") or {}).items()
+    return replicas + [
+        Part(PROXY, node_id, proxy["status"])
+        for node_id, proxy in proxies
+        if proxy["status"] in PROXY_SERVES
+    ]
+
+
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -56,7 +56,7 @@ def ids(pods: RayPods) -> set[str]:
     return {state["router"], *(worker["id"] for worker in state["workers"])}
 
 
-GONE = "no replica is left on this node\n"
+GONE = "nothing is left on this node\n"
 
 
 def leave(pods: RayPods, ip: str, deadline_s: int, *flags: str) -> subprocess.Popen[str]:

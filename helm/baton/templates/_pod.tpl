@@ -13,6 +13,8 @@ RAY_SERVE_HAPROXY_BINARY_PATH: /usr/local/bin/baton-haproxy
 {{- /* HAProxy that was reloaded lets requests end for so long */}}
 RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S: {{ add $timeout 10 | quote }}
 RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S: "1"
+{{- /* time for Kubernetes to tell everybody that a pod gets no new connections */}}
+RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S: "10"
 RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS: "1"
 RAY_USAGE_STATS_ENABLED: "0"
 RAY_task_events_report_interval_ms: "0"
