@@ -121,13 +121,13 @@ def _try(way: Way) -> Outcome:
 
 def _outcome(result: Connection, ends: list[Any]) -> Outcome:
     """What the reader reports, unless one of both ends has ended before."""
-    wait([result, *(end.sentinel for end in ends)], TRY_S)
+    ready = wait([result, *(end.sentinel for end in ends)], TRY_S)
     if result.poll():
         outcome: Outcome = result.recv()
         return outcome
     for name, end in zip(("owner", "reader"), ends, strict=True):
-        end.join(0)
-        if end.exitcode is not None:
+        if end.sentinel in ready:
+            end.join()  # it has closed its files, and is about to be gone
             return Outcome(f"the {name} of the blocks ended by itself, with code {end.exitcode}")
     return Outcome(f"nothing within {TRY_S:.0f} s")
 
