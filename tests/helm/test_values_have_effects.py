@@ -80,6 +80,7 @@ CONTEXTS: dict[str, Object] = {
     "monitoring.scrapeConfig": monitor("scrapeConfig"),
     "monitoring.serviceMonitor.enabled": monitor(""),
     "monitoring.scrapeConfig.enabled": monitor(""),
+    "kvTransfer.transport": {role: {"gpus": 0} for role in ("prefill", "decode", "mixed")},
     "networkPolicy.nodeCIDRs": {"rdma": {"hostNetwork": True}, **NODES},
     "router.hostNetwork": NODES,
     "prefill.hostNetwork": NODES,
