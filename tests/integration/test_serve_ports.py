@@ -7,9 +7,10 @@ import pytest
 
 from services import serve
 from services.config import ConfigError
+from tests.support.serving import PORTS_OF_TESTS
 
 RANGE = serve.PORT_RANGE
-FIRST = RANGE[0] - 2 * serve.PORTS  # where no server that another test has started looks for ports
+FIRST = PORTS_OF_TESTS.stop  # nobody else listens from there on, until where baton serve does
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,10 @@ from typing import Any
 
 import psutil
 
-from services.serve import PORT_RANGE
+from services.serve import PORT_RANGE, PORTS
 
+# Of what a test listens on; test_serve_ports has those between these and baton serve's.
+PORTS_OF_TESTS = range(10_000, PORT_RANGE[0] - 2 * PORTS)
 READY_LINES = ("curl -N", "(Ctrl-C stops)")  # of baton serve, of baton local
 BATON = Path(sys.executable).with_name("baton")
 READY_S = 180
@@ -32,7 +34,7 @@ STOP_S = 10
 def free_port() -> int:
     """A port that nobody listens on now, and that no outgoing connection is given meanwhile."""
     while True:
-        port = random.randrange(10_000, PORT_RANGE[0])
+        port = random.choice(PORTS_OF_TESTS)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
