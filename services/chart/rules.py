@@ -174,11 +174,11 @@ OURS: dict[str, Schema] = {
     "networkPolicy.clients": OBJECTS,
     "networkPolicy.monitoring": OBJECTS,
     "networkPolicy.extraEgress": OBJECTS,
-    "networkPolicy.operator": OBJECTS,
+    "networkPolicy.operator": OBJECTS | {"minItems": 1},  # none would mean: everybody
     "nodeCIDRs": CIDRS,
     "dns.to": OBJECTS,
     "apiServer.to": OBJECTS,
-    "ports": several(whole(1, 65535)),
+    "ports": several(whole(1, 65535)) | {"minItems": 1},  # none would mean: all of them
     **{
         f"podDisruptionBudget.{role}": BUDGET | {"description": "of these pods; empty: none"}
         for role in ("head", *ROLES)

@@ -79,11 +79,19 @@ baton/role: {{ .role }}
 {{- end -}}
 {{- end -}}
 
+{{/* Of the two variants of the image, the one for GPUs is tagged VERSION-cuda. */}}
 {{- define "baton.image" -}}
 {{- if .Values.image.digest -}}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
 {{- else -}}
-{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- $tag := .Chart.AppVersion -}}
+{{- $gpus := 0 -}}
+{{- range list "prefill" "decode" "mixed" -}}
+{{- $pool := index $.Values . -}}
+{{- if $pool.replicas -}}{{- $gpus = add $gpus ($pool.gpus | default 0 | int) -}}{{- end -}}
+{{- end -}}
+{{- if $gpus -}}{{- $tag = printf "%s-cuda" $tag -}}{{- end -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default $tag) -}}
 {{- end -}}
 {{- end -}}
 

@@ -48,6 +48,7 @@ HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
 {{- $env = mergeOverwrite $env (.root.Values.ray.env | default dict) -}}
 {{- range $name, $value := $env -}}
 {{- if not (hasKey $own $name) }}
+{{- if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ $value = int64 $value }}{{ end }}
 - name: {{ $name }}
   value: {{ $value | toString | quote }}
 {{- end -}}
