@@ -141,8 +141,9 @@ def check_locked_memory(_: Path, rdma: bool) -> Finding:
 
 def _memory_limit(found: str, rdma: bool) -> Finding:
     mend = (
-        "add the capability IPC_LOCK (`rdma.enabled` does in the chart, --cap-add IPC_LOCK in"
-        " docker run), or ulimit -l unlimited"
+        "ulimit -l unlimited, which for a container is its node's to give (containerd's"
+        " LimitMEMLOCK=infinity, CRI-O's default_ulimits); the capability IPC_LOCK is enough for"
+        " processes of root only"
     )
     if rdma:
         text = f"{found}: RDMA cannot register a KV pool"
