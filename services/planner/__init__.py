@@ -1,0 +1,1 @@
+"""How many workers each pool needs: profile, decision, adapter to Serve, simulator."""

@@ -1,0 +1,277 @@
+"""``decide``: how many workers each pool is to have (pure: no I/O, no clock, no Ray).
+
+::
+
+    need by the profile ─► times what attainment says ─► limits ─► budget ─► cool-downs ─► target
+
+Both pools are looked at together: they share the budget, and first tokens that are late because
+decode workers have no room are no reason for more prefill workers. Each part is a function of its
+own. Going up is quick; going down waits until fewer would have been enough for ``down_after_s``; a
+change of direction, until ``cooldown_s`` after the last one. From none to one nothing waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from services.planner.config import PoolScaling, ScalingConfig
+from services.planner.demand import Need, decode_need, prefill_need
+from services.planner.observation import (
+    Decision,
+    Memory,
+    Observation,
+    PoolDecision,
+    PoolMemory,
+    PoolSeen,
+)
+from services.planner.profile import Profile
+
+SLACK = 1.15  # fewer workers are enough if they are for so many times the load
+FEW = 20  # judged requests below which attainment says nothing
+CORRECT_EVERY_S = 30.0  # a change must have had its effect, and a minute is looked back
+CORRECT_BY, FORGET_BY = 1.25, 0.95  # the correction, when objectives are missed and when met
+LARGEST_CORRECTION = 4.0
+FAILURES = 3  # starts that fail in a row, after which no more are tried for some time
+HOLD_S = (60.0, 900.0)  # that time: at first, at most; it doubles
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """What concerns one pool."""
+
+    role: str
+    config: PoolScaling
+    seen: PoolSeen
+    past: PoolMemory
+    up: Need  # for the load
+    down: Need  # for ``SLACK`` times the load
+
+
+def decide(
+    seen: Observation, profile: Profile | None, config: ScalingConfig, past: Memory
+) -> Decision:
+    """Both targets. Without a profile nobody knows what a load needs: pools keep their size, and
+    wake up when asked.
+    """
+    busy_at = seen.at if past.busy_at is None or not seen.is_idle else past.busy_at
+    idle = seen.at - busy_at >= config.idle_s
+    pools = [_pool(role, seen, profile, config, past) for role in ("prefill", "decode")]
+    wanted = [_within_limits(pool, seen, idle) for pool in pools]
+    shared = _share(wanted, pools, config.budget)
+    decided, memories = [], []
+    for pool, want in zip(pools, shared, strict=True):
+        decision, memory = _settle(pool, want, seen.at)
+        decided.append(decision)
+        memories.append(memory)
+    decided = _fit(decided, pools, config.budget)
+    memories = [
+        _remember(memory, pool.seen.target, decision.target, seen.at)
+        for memory, pool, decision in zip(memories, pools, decided, strict=True)
+    ]
+    return Decision(*decided, Memory(*memories, busy_at=busy_at))
+
+
+# --- what the load needs --------------------------------------------------------------------------
+
+
+def _pool(
+    role: str, seen: Observation, profile: Profile | None, config: ScalingConfig, past: Memory
+) -> _Pool:
+    own: PoolScaling = getattr(config, role)
+    here: PoolSeen = getattr(seen, role)
+    memory: PoolMemory = getattr(past, role)
+    if profile is None:
+        keep = Need(here.target, 0.0, "steady", "no profile says what the load needs")
+        return _Pool(role, own, here, memory, keep, keep)
+    here = replace(here, start_s=here.start_s or config.start_s)
+    seen = replace(seen, **{role: here})
+    memory = _corrected(role, seen, config, memory)
+    up, down = (
+        _need(role, seen, profile, own, config, memory.correction * slack) for slack in (1.0, SLACK)
+    )
+    if memory.correction > 1.05 and up.workers > here.target:
+        text = f"{up.words}, times {memory.correction:.2f} as objectives are missed"
+        up = replace(up, reason="attainment", words=text)
+    return _Pool(role, own, here, memory, up, down)
+
+
+def _need(
+    role: str,
+    seen: Observation,
+    profile: Profile,
+    pool: PoolScaling,
+    config: ScalingConfig,
+    more: float,
+) -> Need:
+    if role == "prefill":
+        return prefill_need(seen, profile, pool.objective_s, config.attainment, more)
+    return decode_need(seen, profile, pool.objective_s, more)
+
+
+def _corrected(
+    role: str, seen: Observation, config: ScalingConfig, memory: PoolMemory
+) -> PoolMemory:
+    """What was measured corrects the profile, slowly, and only when the pool is as it was wanted:
+    while workers start, or wait for accelerators, objectives are missed whatever the profile says.
+    """
+    pool: PoolSeen = getattr(seen, role)
+    share = pool.attainment
+    since = max(memory.changed_at, memory.corrected_at)
+    if share is None or seen.at - since < CORRECT_EVERY_S:
+        return memory
+    blocked = role == "prefill" and seen.queued > 0 and seen.kv_use > 0.9  # D has no room
+    correction = memory.correction
+    if share < config.attainment and pool.good + pool.bad >= FEW:
+        if pool.ready >= pool.target and not blocked:
+            correction = min(correction * CORRECT_BY, LARGEST_CORRECTION)
+    else:
+        correction = max(1.0, correction * FORGET_BY)
+    return replace(memory, correction=correction, corrected_at=seen.at)
+
+
+# --- limits and budget ----------------------------------------------------------------------------
+
+
+def _within_limits(pool: _Pool, seen: Observation, idle: bool) -> PoolDecision:
+    """The need within min and max, with no worker at all only when nobody wants one."""
+    need, config = pool.up, pool.config
+    if not config.scales:
+        return PoolDecision(pool.seen.target, need.workers, "fixed", "its size is fixed")
+    if idle:
+        return PoolDecision(config.min, 0, "idle", "nobody has asked for anything lately")
+    if pool.seen.target == 0 and not seen.is_idle:
+        count = min(max(need.workers, config.min, 1), config.max)
+        return PoolDecision(count, need.workers, "wake", f"{seen.queued} answers wait for a worker")
+    least = max(config.min, 1 if pool.seen.target else 0)
+    target = min(max(need.workers, least), config.max)
+    if need.workers > config.max:
+        words = f"{need.workers} are needed, max is {config.max}: {need.words}"
+        return PoolDecision(target, need.workers, "limits", words)
+    return PoolDecision(target, need.workers, need.reason, need.words)
+
+
+def _share(wanted: list[PoolDecision], pools: list[_Pool], budget: int) -> list[PoolDecision]:
+    """What each may want of the accelerators: the next one goes to who has least of its need."""
+    costs = [pool.config.devices for pool in pools]
+    if not budget or sum(c * w.target for c, w in zip(costs, wanted, strict=True)) <= budget:
+        return wanted
+    given = [
+        min(want.target, max(pool.config.min, 1)) if pool.config.scales else want.target
+        for want, pool in zip(wanted, pools, strict=True)
+    ]
+    left = budget - sum(c * g for c, g in zip(costs, given, strict=True))
+    while True:
+        open_ = [i for i in (0, 1) if given[i] < wanted[i].target and costs[i] <= left]
+        if not open_:
+            break
+        i = min(open_, key=lambda i: given[i] / wanted[i].target)
+        given[i] += 1
+        left -= costs[i]
+    return [
+        want
+        if count == want.target
+        else PoolDecision(count, want.need, "budget", f"{want.target} wanted: {want.words}")
+        for want, count in zip(wanted, given, strict=True)
+    ]
+
+
+def _fit(decided: list[PoolDecision], pools: list[_Pool], budget: int) -> list[PoolDecision]:
+    """While one pool waits to shrink, the other cannot have its accelerators yet."""
+    costs = [pool.config.devices for pool in pools]
+    over = sum(c * d.target for c, d in zip(costs, decided, strict=True)) - budget
+    if not budget or over <= 0:
+        return decided
+    fitted = list(decided)
+    for i in (0, 1):
+        grown = decided[i].target - pools[i].seen.target
+        if grown > 0 and costs[i] and over > 0:
+            back = min(grown, ceil(over / costs[i]))
+            over -= back * costs[i]
+            words = f"{decided[i].target} wanted, and accelerators are not free yet"
+            fitted[i] = replace(
+                decided[i], target=decided[i].target - back, reason="budget", words=words
+            )
+    return fitted
+
+
+# --- cool-downs -----------------------------------------------------------------------------------
+
+
+def _settle(pool: _Pool, want: PoolDecision, now: float) -> tuple[PoolDecision, PoolMemory]:
+    """When the pool may have what it wants, and what is remembered if that is not now."""
+    config, seen, past = pool.config, pool.seen, _held(pool, now)
+    if not config.scales:
+        return want, past
+    works = max(seen.ready, config.min)
+    if now < past.held_until and max(want.target, seen.target) > works:
+        words = f"{seen.start_failures} starts have failed in a row; the next is tried later"
+        return PoolDecision(works, want.need, "start_failures", words), past
+    enough = max(min(pool.down.workers, config.max), want.target)
+    if want.reason == "idle":
+        enough = want.target
+    if want.reason == "budget":
+        enough = want.target  # the other pool is worse off
+    kept = [(at, count) for at, count in past.needs if now - at < config.down_after_s]
+    past = replace(past, needs=_thinned([*kept, (now, enough)], config.down_after_s))
+    target = want.target
+    if target > seen.target:
+        return _up(pool, want, past, now), past
+    target = max(count for _, count in past.needs)
+    watched = now - min(past.needs)[0] >= 0.9 * config.down_after_s
+    if want.reason == "idle":
+        target, watched = want.target, True  # for longer than that, nobody has asked
+    if target >= seen.target or not watched:
+        reason = "steady" if want.target == seen.target else "cooldown"
+        return replace(want, target=seen.target, reason=reason), past
+    if not _may_turn(past, -1, config, now):
+        return replace(want, target=seen.target, reason="cooldown"), past
+    return replace(want, target=target), past
+
+
+def _up(pool: _Pool, want: PoolDecision, past: PoolMemory, now: float) -> PoolDecision:
+    config, seen = pool.config, pool.seen
+    if want.reason == "wake":
+        return want
+    too_soon = past.direction > 0 and now - past.changed_at < config.up_cooldown_s
+    if too_soon or not _may_turn(past, +1, config, now):
+        return replace(want, target=seen.target, reason="cooldown")
+    return want
+
+
+def _may_turn(past: PoolMemory, direction: int, config: PoolScaling, now: float) -> bool:
+    return past.direction in (0, direction) or now - past.reversed_at >= config.cooldown_s
+
+
+def _held(pool: _Pool, now: float) -> PoolMemory:
+    """Hold back further starts, the longer the more have failed."""
+    past, failures = pool.past, pool.seen.start_failures
+    if failures < FAILURES or failures <= past.failures:
+        return replace(past, failures=failures)
+    first, longest = HOLD_S
+    hold_s = min(first * 2.0 ** min(failures - FAILURES, 10), longest)
+    return replace(past, failures=failures, held_until=now + hold_s)
+
+
+def _thinned(needs: list[tuple[float, int]], window_s: float) -> tuple[tuple[float, int], ...]:
+    """The largest need of each twentieth of the window: enough to know the largest of it."""
+    slots: dict[int, tuple[float, int]] = {}
+    size = max(window_s / 20, 1e-9)
+    for at, count in needs:
+        slot = int(at / size)
+        first = slots.get(slot, (at, count))
+        slots[slot] = (first[0], max(first[1], count))
+    return tuple(slots.values())
+
+
+def _remember(memory: PoolMemory, before: int, target: int, now: float) -> PoolMemory:
+    if target == before:
+        return memory
+    direction = 1 if target > before else -1
+    turned = memory.direction not in (0, direction)
+    return replace(
+        memory,
+        direction=direction,
+        changed_at=now,
+        reversed_at=now if turned else memory.reversed_at,
+    )
