@@ -11,7 +11,7 @@ ABOVE_ZERO = (
     "max_queue", "queue_timeout_s", "request_timeout_s", "first_token_status_s",
     "max_body_bytes", "prefill_ahead", "prefill_attempts", "decode_attempts",
     "max_choices", "max_prompts", "max_stop_strings", "max_stop_chars",
-    "slo_ttft_s", "slo_tpot_s",
+    "slo_ttft_s", "slo_tpot_s", "wake_timeout_s",
 )  # fmt: skip
 
 
@@ -24,6 +24,7 @@ class RouterConfig:
     max_bypass: int = 16  # later requests that may overtake one that waits for more room
     queue_timeout_s: float = 60.0  # longest wait for a pair, then 429
     comeback_s: float = 1.5  # how long requests wait for workers that were lost to come back
+    wake_timeout_s: float = 120.0  # the same where pools may be at zero: for one that starts
     request_timeout_s: float = 600.0  # from arrival to the last token, then 504
     first_token_status_s: float = 10.0  # a stream's status line waits so long for the first token
     keep_alive_s: float = 15.0  # silence in a stream after which a comment is sent; 0: never
@@ -67,6 +68,7 @@ class RouterSettings:
     secret: bytes = field(repr=False)  # of the deployment; the workers have the same
     replicas: tuple[tuple[str, int], ...] = ()  # workers by role, as the operator wants them
     routers: int = 1  # of this deployment, the same
+    wakes: bool = False  # pools may have no worker on purpose: requests wait until one has started
     metrics_host: str = "127.0.0.1"  # where its metrics port listens
     metrics_port: int = 0  # it, or the first free one after it; 0: any free one
     metrics_compat: str = ""  # whose names series have besides: "vllm"
