@@ -116,8 +116,12 @@ STATUSES = (200, 400, 401, 404, 413, 429, 499, 500, 503, 504)
 """What a request for tokens can end by: 200, or an error of ``router.errors``."""
 
 ERROR_TYPES = {
-    404: "not_found", 429: "overload", 499: "cancelled", 503: "unavailable", 504: "deadline",
+    401: "unauthorized", 404: "not_found", 413: "too_large", 429: "overload", 499: "cancelled",
+    503: "unavailable", 504: "deadline",
 }  # fmt: skip
+
+WRONG_REQUESTS = ("validation", "unauthorized", "not_found", "too_large")
+"""Types of errors that say something of the request, and nothing of us."""
 
 
 def error_type(status: int) -> str:
@@ -139,7 +143,7 @@ def judged(seen: Observation, ttft_slo_s: float, tpot_slo_s: float) -> Observati
     client that left counts for what it had seen, having waited for too long included. What is wrong
     with the request itself says nothing about us.
     """
-    if seen.ended_at is None or seen.error_type in ("validation", "not_found"):
+    if seen.ended_at is None or seen.error_type in WRONG_REQUESTS:
         return seen
     ours, left = is_our_fault(seen.code), seen.error_type == "cancelled"
     ttft_good: bool | None = None

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.observation import Observation
+from router.observation import WRONG_REQUESTS, Observation
 from router.request_spans import answered, asked, parts_of, seen_of, span_name
 from router.tracing import Span
 from router.version import version
@@ -39,7 +39,7 @@ DELAY_S = 1.0  # spans are sent at the latest after so long
 TIMEOUT_S = 5.0  # of one message, tries included
 PATIENCE_S = 2.0  # at the end, for the last spans
 
-NO_FAULT = frozenset({"aborted", "cancelled", "validation", "not_found"})
+NO_FAULT = frozenset({"aborted", "cancelled", *WRONG_REQUESTS})
 """Errors that are the client's doing; their spans have the type, but not the status of an error."""
 
 log = logging.getLogger(__name__)

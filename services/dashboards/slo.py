@@ -1,5 +1,6 @@
 """The board to open first: are the objectives met, for how many, and by how much not (pure)."""
 
+from router.observation import WRONG_REQUESTS
 from services.dashboards.board import Board, Kind, Panel, Query, Row
 from services.dashboards.promql import (
     ENDS,
@@ -25,8 +26,9 @@ ERRORS = 'slo="errors"'
 
 GOOD = 'verdict="good"'
 NOT_OURS = 'error_type!~"overload|unavailable|deadline|internal"'  # always has series: ok
-FAIR = 'error_type!~"validation|not_found"'  # what we could have served
-WANTED = 'error_type!~"validation|not_found|cancelled"'  # ... and somebody wanted to the end
+WRONG = "|".join(WRONG_REQUESTS)
+FAIR = f'error_type!~"{WRONG}"'  # what we could have served
+WANTED = f'error_type!~"{WRONG}|cancelled"'  # ... and somebody wanted to the end
 
 
 def board() -> Board:

@@ -137,9 +137,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], int, str, str]] = [
     ({**STREAM, "temperature": 9}, {}, 400, "validation", ""),
     ({**STREAM, "frequency_penalty": "much"}, {}, 400, "validation", ""),
     ({**BODY, "prompt": "x" * 600}, {}, 400, "validation", "too_long"),
-    ({**BODY, "prompt": "x" * 4000}, {}, 413, "validation", ""),
+    ({**BODY, "prompt": "x" * 4000}, {}, 413, "too_large", ""),
     (BODY, {"content-type": "text/plain"}, 400, "validation", ""),
-    (STREAM, {"authorization": "Bearer wrong"}, 401, "validation", ""),
+    (STREAM, {"authorization": "Bearer wrong"}, 401, "unauthorized", ""),
 ]
 """(body, headers, status, type of error, why it was rejected)"""
 

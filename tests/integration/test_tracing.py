@@ -199,12 +199,15 @@ def test_a_lost_attempt_is_in_the_trace(spans: Spans) -> None:
 
 def test_wrong_requests_and_clients_that_leave_are_no_errors_of_ours(spans: Spans) -> None:
     async def scenario() -> None:
-        async with deployed(tracing_endpoint=ANY) as at:
-            assert (await at.post("/v1/completions", {"prompt": "x", "n": 0})).status_code == 400
-            root = await spans.root()
-            assert attributes(root)["error.type"] == "validation"
-            assert root.status.status_code is StatusCode.UNSET
-            spans.exporter.clear()
+        wrong = [(400, "validation", {"n": 0}), (413, "too_large", {"user": "x" * 4000})]
+        async with deployed(tracing_endpoint=ANY, max_body_bytes=3000) as at:
+            for status, kind, fields in wrong:
+                answer = await at.post("/v1/completions", {"prompt": "x", **fields})
+                assert answer.status_code == status
+                root = await spans.root()
+                assert attributes(root)["error.type"] == kind
+                assert root.status.status_code is StatusCode.UNSET
+                spans.exporter.clear()
             at.d.gate = asyncio.Event()  # nothing after the first token
             async with at.http.stream(
                 "POST", "/v1/completions", json=ASKED | {"stream": True}

@@ -299,7 +299,7 @@ def test_a_client_that_left_while_it_sent_says_nothing() -> None:
 def test_the_types_of_errors() -> None:
     statuses = (200, 400, 401, 404, 405, 413, 429, 499, 500, 503, 504)
     assert [error_type(status) for status in statuses] == [
-        "", "validation", "validation", "not_found", "validation", "validation", "overload",
+        "", "validation", "unauthorized", "not_found", "validation", "too_large", "overload",
         "cancelled", "internal", "unavailable", "deadline",
     ]  # fmt: skip
 

@@ -99,7 +99,7 @@ def test_each_error_is_there_before_it_happens() -> None:
     """``rate`` does not see the event with which a series begins."""
     registry = metrics().registry
     errors = list(RequestError.__subclasses__())
-    assert {400, 404, 429, 499, 500, 503, 504} <= {error.status for error in errors}
+    assert {400, 401, 404, 413, 429, 499, 500, 503, 504} <= {error.status for error in errors}
     for status in (200, *(error.status for error in errors)):
         labels = {"model": MODEL, "code": str(status)}
         for endpoint, stream in product(("chat", "completions"), ("true", "false")):

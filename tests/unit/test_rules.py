@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from router.observation import ERROR_TYPES, WRONG_REQUESTS
 from tests.support.promql import FOLDER, ROOT, operands, recorded, rule_queries, used
 
 SEVERITIES = {"page", "ticket"}
@@ -70,6 +71,14 @@ def test_an_alert_says_how_urgent_it_is_and_what_to_do(alert: dict[str, Any]) ->
 def test_rules_use_only_recorded_names_that_there_are() -> None:
     names = {one.name for asked in rule_queries() for one in used(asked.expr)}
     assert {name for name in names if ":" in name} <= recorded()
+
+
+def test_what_counts_as_no_error_of_ours_is_called_as_the_routers_call_it() -> None:
+    assert set(WRONG_REQUESTS) - {"validation"} <= set(ERROR_TYPES.values())
+    left_out = re.findall(r'error_type!~"([^"]+)"', (FOLDER / "rules.yaml").read_text())
+    assert left_out
+    for pattern in left_out:
+        assert sorted(pattern.split("|")) == sorted([*WRONG_REQUESTS, "cancelled"])
 
 
 def test_every_window_of_the_burn_rates_is_recorded_from_counters_of_that_window() -> None:
