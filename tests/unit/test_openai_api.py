@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from router.config import RouterConfig
@@ -16,6 +20,7 @@ from router.openai_api import (
     sampling,
 )
 
+API = Path(__file__).parents[2] / "docs/api.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -117,6 +122,21 @@ def test_limits_of_the_operator() -> None:
         with pytest.raises(BadRequest) as caught:
             check_generation(completion(**fields), config)
         assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("n", range(1, 99)), ("stop", [["x"] * i for i in range(1, 99)]),
+     ("stop_token_ids", [[1] * i for i in range(1, 99)])],
+)  # fmt: skip
+def test_the_limits_that_the_page_of_the_api_names(name: str, values: Sequence[object]) -> None:
+    (row,) = [line for line in API.read_text().splitlines() if line.startswith(f"| `{name}`")]
+    limit = re.search(r"(?:at most|up to) (\d+)", row)
+    assert limit, row
+    most = int(limit[1])
+    check_generation(completion(**{name: values[most - 1]}), RouterConfig())
+    with pytest.raises(BadRequest, match=f"{name}: at most {most} "):
+        check_generation(completion(**{name: values[most]}), RouterConfig())
 
 
 @pytest.mark.parametrize(
