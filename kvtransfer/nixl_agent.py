@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from kvtransfer.errors import TransportError
+from kvtransfer.ucx import PREFIX, Setting, UcxOptions, described, settle
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +32,12 @@ _environment = threading.Lock()
 class NixlAgent:
     """``raw`` is the agent of the bindings ``nixl``, None once it is destroyed."""
 
-    def __init__(self, name: str, net_devices: str, ucx_tls: str) -> None:
+    def __init__(self, name: str, ucx: UcxOptions) -> None:
         """See :class:`kvtransfer.nixl_transport.NixlTransport`. Raises TransportError."""
         self._name = name
-        self._net_devices = net_devices
-        self._ucx_tls = ucx_tls
-        settings = {"UCX_NET_DEVICES": net_devices}
-        if ucx_tls != "auto":
-            settings["UCX_TLS"] = ucx_tls
-        with _environ(settings):
+        with _told(ucx) as settings:
+            self._settings = described(settings)
+            logger.info("nixl agent %s: %s", name, self._settings)
             self.nixl, self.raw = self._create()
 
     def _create(self) -> tuple[Any, Any]:
@@ -125,8 +123,8 @@ class NixlAgent:
         """An error that says what to look at."""
         return TransportError(
             f"nixl could not {what} ({type(error).__name__}: {error}); the agent is {self._name}, "
-            f"UCX_NET_DEVICES is {self._net_devices!r}, UCX_TLS is {self._ucx_tls!r}: check that "
-            "both hosts have them (ucx_info -d), or choose the tcp transport"
+            f"with {self._settings}: check that both hosts have them (ucx_info -d), or choose the "
+            "tcp transport"
         )
 
     def _release_lists(self, prepared: list[int]) -> None:
@@ -135,19 +133,22 @@ class NixlAgent:
 
 
 @contextmanager
-def _environ(settings: dict[str, str]) -> Iterator[None]:
+def _told(ucx: UcxOptions) -> Iterator[dict[str, Setting]]:
     """UCX takes its settings from the environment while a backend is created, and only then."""
     with _environment:
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
+        before = {name: v for name, v in os.environ.items() if name.startswith(PREFIX)}
+        settings = settle(ucx, before)
+        _replace(before, {name: setting.value for name, setting in settings.items()})
         try:
-            yield
+            yield settings
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            _replace(settings, before)
+
+
+def _replace(names: Iterable[str], variables: dict[str, str]) -> None:
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
 
 
 def _quietly(what: str, act: Callable[..., object], *args: object) -> None:

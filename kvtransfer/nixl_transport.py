@@ -28,6 +28,7 @@ from kvtransfer.region import Region
 from kvtransfer.seal_windows import NUM_WINDOWS, WINDOW_ROWS, SealWindows
 from kvtransfer.ticket import AgentCard
 from kvtransfer.transport import Completion, Part, Status, check_blocks, check_peer
+from kvtransfer.ucx import AUTOMATIC, UcxOptions
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +80,14 @@ class NixlTransport:
         self,
         worker_id: str,
         epoch: int,
-        net_devices: str = "lo",
-        ucx_tls: str = "auto",
+        ucx: UcxOptions = AUTOMATIC,
         build: int = 0,
     ) -> None:
-        """``net_devices``: the network devices for UCX ("mlx5_0:1,mlx5_1:1", "eth0", "all").
-
-        The default is for workers of one host, which then meet over shared memory: UCX would
-        otherwise listen on every interface. Shared memory needs no device. ``ucx_tls``: what UCX
-        may use ("tcp", "rc,sm"); "auto" leaves it to UCX.
+        """``ucx``: what UCX is told, see :mod:`kvtransfer.ucx`. The default is for workers of one
+        host, which meet over shared memory; that needs no network device.
         """
         name = f"{worker_id}-{epoch:016x}" + (f"-{build}" if build else "")
-        self._agent = NixlAgent(name, net_devices, ucx_tls)
+        self._agent = NixlAgent(name, ucx)
         self._region: Region | None = None
         self._windows: SealWindows | None = None
         self._segment: Any = None

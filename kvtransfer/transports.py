@@ -3,6 +3,7 @@
 from kvtransfer.errors import TransportError
 from kvtransfer.faults import Faults
 from kvtransfer.transport import Transport
+from kvtransfer.ucx import AUTOMATIC, UcxOptions
 
 NAMES = ("memory", "tcp", "nixl", "nccl")
 
@@ -12,19 +13,17 @@ def open_transport(
     worker_id: str,
     epoch: int,
     host: str = "127.0.0.1",
-    net_devices: str = "lo",
-    ucx_tls: str = "auto",
+    ucx: UcxOptions = AUTOMATIC,
     build: int = 0,
     faults: Faults | None = None,
 ) -> Transport:
     """The transport ``name`` for one incarnation of a worker.
 
-    ``host`` is where peers reach this host (tcp, nccl); ``net_devices`` are the network devices
-    that NIXL may use, as UCX names them: "lo" for workers of one host; ``ucx_tls`` are its ways to
-    a peer. ``build`` counts those that this incarnation had before. With ``faults`` its reads go
-    wrong as they say. One that cannot be opened is an error; another is never taken instead.
+    ``host`` is where peers reach this host (tcp, nccl); ``ucx`` is what UCX is told (nixl).
+    ``build`` counts those that this incarnation had before. With ``faults`` its reads go wrong as
+    they say. One that cannot be opened is an error; another is never taken instead.
     """
-    transport = _open(name, worker_id, epoch, host, net_devices, ucx_tls, build)
+    transport = _open(name, worker_id, epoch, host, ucx, build)
     if faults is None:
         return transport
     from kvtransfer.fault_transport import FaultTransport
@@ -33,13 +32,7 @@ def open_transport(
 
 
 def _open(
-    name: str,
-    worker_id: str,
-    epoch: int,
-    host: str,
-    net_devices: str,
-    ucx_tls: str,
-    build: int,
+    name: str, worker_id: str, epoch: int, host: str, ucx: UcxOptions, build: int
 ) -> Transport:
     if name == "memory":
         from kvtransfer.memory_transport import MemoryTransport
@@ -52,7 +45,7 @@ def _open(
     if name == "nixl":
         from kvtransfer.nixl_transport import NixlTransport
 
-        return NixlTransport(worker_id, epoch, net_devices, ucx_tls, build)
+        return NixlTransport(worker_id, epoch, ucx, build)
     if name == "nccl":
         from kvtransfer.nccl_transport import NcclTransport
 

@@ -209,12 +209,12 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. KV blocks are moved over each way that is here."
-        " Exit status: 0 when nothing fails, else 1.",
+        " Exit status: 0 when nothing fails, 1 when something does, 2 for wrong use.",
     )
     about = "gpu, rdma or gpu,rdma: what is missing of these is a fault, not a note"
     command.add_argument("--need", metavar="WHAT", default="", help=about)
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    about = "YAML of the deployment, for its model and ports"
+    about = "YAML of the deployment, for its model, its ports and what it says of UCX"
     command.add_argument("--config", metavar="FILE", default="", help=about)
 
 

@@ -37,10 +37,8 @@ class WorkerConfig:
     replicas: int = 0
     transport: str = "auto"  # how KV moves; auto: nixl on one Linux host, else tcp
     lease_s: float = 30.0  # how long a prefill worker keeps KV that nobody pulled or renewed
-    net_devices: str = (
-        "auto"  # network devices for NIXL; auto: loopback on one host, else UCX's own
-    )
-    ucx_tls: str = "auto"  # UCX transports for NIXL (tcp, rc, cuda_ipc ...); auto: UCX chooses
+    net_devices: str = "auto"  # of NIXL; auto: UCX_NET_DEVICES, else lo on one host, else all
+    ucx_tls: str = "auto"  # transports of NIXL (tcp, rc, cuda_ipc ...); auto: UCX_TLS, else all
     checksums: bool = False  # check every pulled block's bytes, not only its seal
     pull_stall_s: float = 5.0  # a pull that moves nothing for so long has failed
     stall_s: float = 20.0  # an engine that has work and makes no step for so long is replaced

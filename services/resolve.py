@@ -1,8 +1,9 @@
 """What fits a machine and a model: replaces every ``auto`` and ``0`` of a configuration (pure).
 
 What cannot work is refused by a :class:`~services.config.ConfigError` before any process starts.
-One thing is left to the worker: a ``token_budget`` of 0 is measured when its model is there. What a
-machine has is told by :mod:`services.machine`.
+Two things are left to the worker: a ``token_budget`` of 0 is measured when its model is there, and
+what UCX is told depends on its environment (:mod:`kvtransfer.ucx`). What a machine has is told by
+:mod:`services.machine`.
 """
 
 from dataclasses import dataclass, replace
@@ -85,11 +86,9 @@ def resolve_shared(config: AppConfig, machine: Machine, model: ModelFacts) -> Ap
         engine = replace(pool.engine, max_model_len=_resolve_length(role, pool.engine, model))
         if engine.device != "auto":
             engine = replace(engine, dtype=_resolve_dtype(engine.dtype, engine.device))
-        auto_devices = "lo" if machine.one_host else "all"
         pools[role] = replace(
             pool,
             transport=_resolve_transport(role, pool.transport, machine, engine.device),
-            net_devices=auto_devices if pool.net_devices == "auto" else pool.net_devices,
             engine=engine,
         )
     resolved = replace(config, served_model_name=config.served_model_name or model.name, **pools)

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtransfer.ucx import UcxOptions
 from router.config import RouterSettings
 from services.config import AppConfig, WorkerConfig
 from services.engine.config import EngineConfig
@@ -28,6 +29,7 @@ class WorkerSettings:
     engine: EngineConfig
     checksums: bool = False
     ucx_tls: str = "auto"
+    one_host: bool = True  # all workers are on this one
     pull_stall_s: float = 5.0
     stall_s: float = 20.0
     local_prefill: bool = False
@@ -36,6 +38,11 @@ class WorkerSettings:
     metrics_port: int = 0  # it, or the first free one after it; 0: any free one
     metrics_compat: str = ""  # whose names series have besides
     tracing_endpoint: str = ""
+
+    @property
+    def ucx(self) -> UcxOptions:
+        """What UCX is told where KV moves by NIXL."""
+        return UcxOptions(self.ucx_tls, self.net_devices, self.one_host)
 
 
 def metrics_host(config: AppConfig, host: str, one_host: bool) -> str:
@@ -64,6 +71,7 @@ def worker_settings(
         engine=pool.engine,
         checksums=pool.checksums,
         ucx_tls=pool.ucx_tls,
+        one_host=one_host,
         pull_stall_s=pool.pull_stall_s,
         stall_s=pool.stall_s,
         local_prefill=pool.local_prefill,

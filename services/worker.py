@@ -41,6 +41,7 @@ from services.engine.compiled import compile_all
 from services.engine.engine import Engine
 from services.engine.footprint import num_bytes
 from services.engine.meter import StepMeter
+from services.engine.pace import PacedRunner, parse_pace
 from services.engine.runner import ModelRunner
 from services.engine_loop import EngineLoop
 from services.load_model import load_model
@@ -89,6 +90,7 @@ class Worker:
         self._closing: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()  # or there is nothing that could be
         self._hung = ""
+        self.profile: dict[str, float] = {}  # how long its steps take, as it reports it
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -170,7 +172,9 @@ class Worker:
         # Both are timed while nothing else runs here.
         costs = model.step_costs(self.region.kv.element_size())
         self._tallies = WorkerTallies(StepMeter(costs.of, machine_ceilings(config)))
-        self.engine = Engine(with_budgets(settings, runner), runner)
+        pace = parse_pace(settings.pace)
+        steps = runner if pace is None else PacedRunner(runner, pace)
+        self.engine = Engine(with_budgets(settings, runner), steps)
         self._build_roles(transport, shape.vocab_size)
         runner.pause = self._loop.pause
 
@@ -234,8 +238,7 @@ class Worker:
             settings.worker_id,
             self.epoch,
             settings.host,
-            settings.net_devices,
-            settings.ucx_tls,
+            settings.ucx,
             build,
             self._faults,
         )

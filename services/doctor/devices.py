@@ -5,7 +5,9 @@ given is in ``/dev``. Each check takes the folder that stands for ``/``.
 """
 
 import contextlib
+import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,19 +17,36 @@ SMI = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=c
 PATIENCE_S = 20.0
 ROCE_V2 = "RoCE v2"
 PEERMEM = ("nvidia_peermem", "efa_nv_peermem")  # kernel modules by which adapters read GPU memory
+# GKE mounts the node's driver there, and leaves it to the image to look:
+# https://cloud.google.com/kubernetes-engine/docs/how-to/gpus#cuda
+DRIVER = "usr/local/nvidia"
+DRIVER_FOLDERS = {"PATH": (f"{DRIVER}/bin", "nvidia-smi"),
+                  "LD_LIBRARY_PATH": (f"{DRIVER}/lib64", "libcuda.so.1")}  # fmt: skip
 
 
-def gpus() -> list[str]:
-    """Name, memory and driver of each GPU that this process is given."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+def gpus() -> tuple[list[str], str]:
+    """Name, memory and driver of each GPU that this process is given; or none, and why."""
+    try:
         answer = subprocess.run(SMI, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-        return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-    return []
+        return [line.strip() for line in answer.stdout.splitlines() if line.strip()], "lists none"
+    except FileNotFoundError:
+        return [], "is not in PATH"
+    except subprocess.CalledProcessError as error:
+        said = " ".join((error.stdout + error.stderr).split())
+        return [], f"says: {said[:200]}" if said else f"ends with status {error.returncode}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], f"does not answer: {error}"
 
 
-def check_gpu(root: Path, found: list[str], torch_cuda: bool, needed: bool) -> Finding:
-    """``found``: see :func:`gpus`; ``torch_cuda``: the installed torch is built for CUDA."""
-    nodes = sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*"))
+def check_gpu(
+    root: Path,
+    found: list[str],
+    torch_cuda: bool,
+    needed: bool,
+    why: str = "",
+    environment: Mapping[str, str] = os.environ,
+) -> Finding:
+    """``found`` and ``why`` not: see :func:`gpus`; ``torch_cuda``: torch is built for CUDA."""
     if found and torch_cuda:
         return Finding("gpu", Level.OK, "; ".join(found))
     if found:
@@ -38,11 +57,14 @@ def check_gpu(root: Path, found: list[str], torch_cuda: bool, needed: bool) -> F
             "use the image that was built with VARIANT=cuda, or install torch from the index for"
             " CUDA",
         )
+    if (root / DRIVER).is_dir():
+        return _driver_of_gke(root, why, environment)
+    nodes = sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*"))
     if nodes:
         return Finding(
             "gpu",
             Level.FAIL,
-            f"{', '.join(nodes)} in /dev, but nvidia-smi does not answer",
+            f"{', '.join(nodes)} in /dev, but nvidia-smi {why}",
             "let the container runtime mount the driver: runtimeClassName nvidia, and"
             " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
@@ -55,6 +77,33 @@ def check_gpu(root: Path, found: list[str], torch_cuda: bool, needed: bool) -> F
             " host, install the driver until nvidia-smi answers",
         )
     return Finding("gpu", Level.NOTE, "none: workers compute on the processor")
+
+
+def _driver_of_gke(root: Path, why: str, environment: Mapping[str, str]) -> Finding:
+    """A driver is mounted where nobody looks by himself, and nvidia-smi shows no GPU."""
+    unseen = {
+        variable: f"/{folder}"
+        for variable, (folder, file) in DRIVER_FOLDERS.items()
+        if (root / folder / file).exists()
+        and f"/{folder}" not in environment.get(variable, "").split(":")
+    }
+    if unseen:
+        names = " and ".join(f"{variable} lacks {folder}" for variable, folder in unseen.items())
+        words = [f"{v}={'$PATH:' if v == 'PATH' else ''}{folder}" for v, folder in unseen.items()]
+        return Finding(
+            "gpu",
+            Level.FAIL,
+            f"the driver is in /{DRIVER}, as GKE mounts it, but {names}",
+            f"set {' '.join(words)} (`env` of the role in the chart), or use the image that was"
+            " built with VARIANT=cuda, which has both",
+        )
+    return Finding(
+        "gpu",
+        Level.FAIL,
+        f"the driver is in /{DRIVER}, as GKE mounts it, but nvidia-smi {why}",
+        "look whether the node's driver was installed to the end (the pods of the driver installer"
+        " in kube-system), and for a GPU in the pod's limits (`gpus` of the role in the chart)",
+    )
 
 
 @dataclass(frozen=True)

@@ -129,21 +129,27 @@ def check_processes(root: Path) -> Finding:
 def check_locked_memory(_: Path, rdma: bool) -> Finding:
     """Network adapters read and write pages that are locked; ``rdma``: there is one, or must be."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    capable = has_capability(CAP_IPC_LOCK)
+    capable = has_capability(CAP_IPC_LOCK, "CapEff")
     if soft == resource.RLIM_INFINITY or capable:
         why = "the capability IPC_LOCK" if capable else "no limit"
         if error := lock_some():
             found = f"{why}, but locking {amount(LOCKED_BYTES)} fails: {error}"
             return _memory_limit(found, rdma)
         return Finding("locked memory", Level.OK, f"{why}: {amount(LOCKED_BYTES)} were locked")
-    return _memory_limit(f"at most {amount(soft)} may be locked", rdma)
+    found = f"at most {amount(soft)} may be locked"
+    if rdma and has_capability(CAP_IPC_LOCK, "CapBnd"):
+        found += (
+            "; the capability IPC_LOCK is in the bounding set, as when it is added to a container,"
+            f" but not in effect for user {os.geteuid()}"
+        )
+    return _memory_limit(found, rdma)
 
 
 def _memory_limit(found: str, rdma: bool) -> Finding:
     mend = (
         "ulimit -l unlimited, which for a container is its node's to give (containerd's"
-        " LimitMEMLOCK=infinity, CRI-O's default_ulimits); the capability IPC_LOCK is enough for"
-        " processes of root only"
+        " LimitMEMLOCK=infinity, CRI-O's default_ulimits). Or let RDMA's workers be root's, with"
+        " the capability IPC_LOCK (`rdma.runAsRoot` and `rdma.capabilities` in the chart)"
     )
     if rdma:
         text = f"{found}: RDMA cannot register a KV pool"
@@ -164,19 +170,19 @@ def lock_some() -> str:
     return error
 
 
-def has_capability(bit: int) -> bool:
-    """Whether this process has a capability in effect."""
+def has_capability(bit: int, kind: str) -> bool:
+    """Whether this process has a capability: CapEff, in effect, or CapBnd, may come to have it."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("CapEff:"):
+            if line.startswith(f"{kind}:"):
                 return bool(int(line.split()[1], 16) >> bit & 1)
     return False
 
 
 def check_temporary_folder(_: Path) -> Finding:
     """Ray's sockets and logs go there, and the command that starts HAProxy."""
-    folder = Path(tempfile.gettempdir())
     try:
+        folder = Path(tempfile.gettempdir())
         with tempfile.TemporaryDirectory() as work:
             script = Path(work) / "try"
             script.write_text("#!/bin/sh\n")
@@ -184,7 +190,7 @@ def check_temporary_folder(_: Path) -> Finding:
             runs = os.access(script, os.X_OK)  # False on a file system without programs
             free = os.statvfs(work).f_bavail * os.statvfs(work).f_frsize
     except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror}"
+        found = f"nothing can be written: {error}"
         mend = "mount an emptyDir at /tmp, or set TMPDIR to a folder that can be written"
         return Finding("temporary", Level.FAIL, found, mend)
     found = f"{folder}, {amount(free)} free"

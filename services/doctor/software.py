@@ -1,7 +1,9 @@
 """Checks of what runs here, and of what it keeps: Ray, ports, models."""
 
 import contextlib
+import errno
 import fcntl
+import http.client
 import importlib.metadata
 import json
 import os
@@ -117,43 +119,73 @@ def check_ports(config: AppConfig, in_cluster: bool = False) -> Finding:
 
     ``in_cluster``: Serve runs here, and its HAProxy has the port before there is a router.
     """
-    taken = [port for port in _ports(config) if not _free(config.host, port)]
-    if not taken:
-        ports = ", ".join(map(str, _ports(config)))
-        return Finding("ports", Level.OK, f"{ports} of {config.host} free")
-    if taken == [config.port] and _version_there(config) == version():
-        found = f"at {config.port} of {config.host} a router of this version answers"
-        return Finding("ports", Level.OK, found)
-    if taken == [config.port] and in_cluster:
-        found = (
-            f"{config.port} of {config.host} taken, as by Serve, but no router answers there yet"
+    where = f"{config.port} of {config.host}"
+    problem = _problem(config.host, config.port)
+    if problem is None:
+        return _check_metrics_port(config, f"{where} free")
+    if problem.errno != errno.EADDRINUSE:
+        return Finding(
+            "ports",
+            Level.FAIL,
+            f"{where} cannot be listened on: {problem.strerror or problem}",
+            "choose a --host that is an address of this machine, and a --port that this user may"
+            " have: those below 1024 are root's",
         )
+    if _version_there(config) == version():
+        return _check_metrics_port(config, f"at {where} a router of this version answers")
+    if in_cluster:
+        found = f"{where} taken, as by Serve, but no router answers there yet"
         return Finding("ports", Level.NOTE, found)
+    mend = "choose another --port; `ss -ltnp` shows who listens"
+    return Finding("ports", Level.FAIL, f"{where} taken by another process", mend)
+
+
+def _check_metrics_port(config: AppConfig, found: str) -> Finding:
+    """Processes go on to the next port where one is taken; who scrapes a fixed one must know."""
+    port = config.metrics_port
+    if not port:
+        return Finding("ports", Level.OK, found)
+    problem = _problem(config.host, port)
+    if problem is None:
+        return Finding("ports", Level.OK, f"{found}; {port} for metrics free")
+    if problem.errno == errno.EADDRINUSE and _metrics_there(config):
+        return Finding("ports", Level.OK, f"{found}; at {port} are metrics of ours")
     return Finding(
         "ports",
-        Level.FAIL,
-        f"{', '.join(map(str, taken))} of {config.host} taken by another process",
-        "choose another --port or --metrics-port; `ss -ltnp` shows who listens",
+        Level.WARN,
+        f"{found}; {port} for metrics: {problem.strerror or problem}",
+        "choose another --metrics-port, or see /internal/prometheus/targets for those that are"
+        " taken instead; `ss -ltnp` shows who listens",
     )
 
 
-def _ports(config: AppConfig) -> list[int]:
-    return [config.port, *([config.metrics_port] if config.metrics_port else [])]
-
-
-def _free(host: str, port: int) -> bool:
+def _problem(host: str, port: int) -> OSError | None:
+    """Why one cannot listen there."""
     try:
         socket.create_server((host, port)).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error
+    return None
+
+
+def _local(host: str) -> str:
+    """Where a process of this host reaches who listens at ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+
+
+def _metrics_there(config: AppConfig) -> bool:
+    """Whether one of our processes answers at the port for metrics."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        url = f"http://{_local(config.host)}:{config.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return b"baton_" in answer.read()
+    return False
 
 
 def _version_there(config: AppConfig) -> str:
     """What the server at the API's port says of its version, or nothing."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        url = f"http://{host}:{config.port}/version"
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        url = f"http://{_local(config.host)}:{config.port}/version"
         with urllib.request.urlopen(url, timeout=5) as answer:
             return str(json.loads(answer.read())["version"])
     return ""
@@ -161,11 +193,15 @@ def _version_there(config: AppConfig) -> str:
 
 def check_model_cache(config: AppConfig) -> Finding:
     """Whether models can be kept, by one process at a time, and whether this one is there."""
-    folder = cache_dir()
     mend = (
         "make it writable for this user (in the chart: `modelCache`, or the emptyDir that stands in"
         " for it), or set XDG_CACHE_HOME to another folder's parent"
     )
+    try:
+        folder = cache_dir()
+    except RuntimeError:  # Path.home(): a user without a name, and no HOME
+        found = f"user {os.getuid()} has no home folder, and XDG_CACHE_HOME is not set"
+        return Finding("model cache", Level.FAIL, found, mend)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -176,23 +212,30 @@ def check_model_cache(config: AppConfig) -> Finding:
         return Finding("model cache", Level.FAIL, found, mend)
     free = size.f_bavail * size.f_frsize
     kernels = "compiled" if (kernel_folder() / COMPLETE).exists() else "not compiled yet"
-    found = (
-        f"{folder}, {amount(free)} free; {_model_there(config.model, folder)}; kernels {kernels}"
-    )
+    model = _model_there(config.model, folder)
+    if not model:
+        found = f"{config.model} is not there, or not for this user, and no name of a model"
+        mend = f"name one of {', '.join(ALIASES)}, a folder, a GGUF file or a Hugging Face id"
+        return Finding("model cache", Level.FAIL, found, mend)
+    found = f"{folder}, {amount(free)} free; {model}; kernels {kernels}"
     if free < ROOM_BYTES:
         return Finding("model cache", Level.WARN, found, f"make room: some {amount(ROOM_BYTES)}")
     return Finding("model cache", Level.OK, found)
 
 
 def _model_there(model: str, folder: Path) -> str:
-    """Whether a start would have to fetch it, as far as that can be told without asking a hub."""
+    """Whether a start would have to fetch it, as far as that can be told without asking a hub;
+    empty where there is nothing to fetch either.
+    """
     if model in ALIASES:
         name = f"{model}-{ALIASES[model].gguf_sha256[:12]}-v{CONVERTER_VERSION}"
         there = (folder / "models" / name).is_dir()
         return f"{model} is there" if there else f"{model} would be fetched"
-    if Path(model).expanduser().exists():
-        return f"{model} is there"
-    return f"{model} comes from a hub" if hub_model(model) else f"{model} is not there"
+    with contextlib.suppress(RuntimeError, OSError):  # no such home, or no leave to look there
+        if Path(model).expanduser().exists():
+            return f"{model} is there"
+        return f"{model} comes from a hub" if hub_model(model) else ""
+    return ""
 
 
 def about() -> dict[str, object]:

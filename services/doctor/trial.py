@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.layout import KVLayout
+from kvtransfer.ucx import UcxOptions
 
 LAYOUT = KVLayout("trial", 8, 8, 64, "", 16, "float32")  # 512 KiB a block
 NUM_BLOCKS = 32
@@ -41,9 +42,15 @@ class Way:
 
     name: str  # for people
     transport: str  # tcp or nixl
-    ucx_tls: str = "auto"
+    ucx_tls: str = "auto"  # these three: see kvtransfer.ucx
     net_devices: str = "lo"
+    one_host: bool = True
     device: str = "cpu"  # where the pools are: cpu or cuda
+
+    @property
+    def ucx(self) -> UcxOptions:
+        """What a worker would tell its agent."""
+        return UcxOptions(self.ucx_tls, self.net_devices, self.one_host)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Outcome:
     error: str = ""
     left_out: str = ""  # what was asked of UCX and it has gone on without
     seconds: float = 0.0  # of the read alone, over a connection that is there
+    started: bool = True  # False: nothing was tried, so the way itself is not to blame
 
     @property
     def rate(self) -> float:
@@ -78,7 +86,7 @@ def run_trials(ways: list[Way]) -> list[Outcome]:
         error = str(problem)
         if isinstance(problem, ValueError):  # no JSON: it has ended before
             error = " ".join(done.stderr.split())[-TAIL_BYTES:] or f"exit status {done.returncode}"
-    return [Outcome(f"the trial did not start: {error}")] * len(ways)
+    return [Outcome(f"the trial did not start: {error}", started=False)] * len(ways)
 
 
 # --- in the process that has torch --------------------------------------------------------------
@@ -161,9 +169,7 @@ def _open(way: Way, name: str) -> tuple[Any, Any, Any]:
 
     epoch = secrets.randbits(63) | 1
     region = Region(LAYOUT, NUM_BLOCKS, way.device)
-    transport = open_transport(
-        way.transport, name, epoch, net_devices=way.net_devices, ucx_tls=way.ucx_tls
-    )
+    transport = open_transport(way.transport, name, epoch, ucx=way.ucx)
     metadata = transport.register(region)
     fingerprint = LAYOUT.fingerprint()
     card = AgentCard(name, epoch, fingerprint, NUM_BLOCKS, transport.name, metadata)

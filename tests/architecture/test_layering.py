@@ -73,6 +73,7 @@ PURE = [
     "kvtransfer/pull_events.py",
     "kvtransfer/verify.py",
     "kvtransfer/transport.py",
+    "kvtransfer/ucx.py",
     "router/policy.py",
     "router/admission.py",
     "router/config.py",

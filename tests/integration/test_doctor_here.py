@@ -19,7 +19,9 @@ from router.version import version
 from services.config import AppConfig
 from services.doctor import software
 from services.doctor.findings import Level
-from services.doctor.trial import Outcome, Way
+from services.doctor.host import CAP_IPC_LOCK, has_capability
+from services.doctor.trial import Outcome, Way, run_trials
+from services.doctor.ways import judge, ways_from_here
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "services.cli", "doctor", "--json"]
@@ -109,6 +111,51 @@ def test_a_tiny_tmpfs_and_little_locked_memory(reports: dict[str, Any]) -> None:
         assert (checks["rdma"]["level"], checks["rdma"]["mend"] != "") == ("fail", True)
 
 
+AS_NOBODY = """
+from pathlib import Path
+from services.doctor.host import check_locked_memory
+finding = check_locked_memory(Path("/"), rdma=True)
+print(finding.level, finding.found, finding.mend, sep="; ")
+"""
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="another user's process takes root and util-linux")
+def test_a_capability_that_only_the_container_has() -> None:
+    """As runtimes start a container's processes that are not root's."""
+    reads_all = "+dac_override"  # Python may be in a home folder
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    user += [f"--inh-caps={reads_all}", f"--ambient-caps={reads_all}"]
+    done = subprocess.run(
+        ["prlimit", "--memlock=65536:65536", *user, sys.executable, "-c", AS_NOBODY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fail; at most 64 KiB may be locked"), done.stdout
+    added = has_capability(CAP_IPC_LOCK, "CapBnd")
+    assert ("bounding set" in done.stdout) == added
+    assert ("not in effect for user 65534" in done.stdout) == added
+    assert "rdma.runAsRoot" in done.stdout
+
+
+def test_workers_and_doctor_use_ucx_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX finds what the environment asks for, or not: both tries differ by nothing else."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    found = []
+    for device in ("lo", "nowhere0"):
+        monkeypatch.setenv("UCX_NET_DEVICES", device)
+        *_, tried = ways_from_here([], False, False, AppConfig(), os.environ)
+        (outcome,) = run_trials([tried.way])
+        found.append(judge(tried, outcome))
+    assert [finding.check for finding in found] == ["ucx as set"] * 2
+    assert [finding.level for finding in found] == [Level.OK, Level.FAIL]
+    assert "UCX_NET_DEVICES=lo (environment): every byte arrived" in found[0].found
+    assert "UCX_NET_DEVICES=nowhere0 (environment)" in found[1].found
+    assert "UCX_NET_DEVICES" in found[1].mend
+
+
 # --- the trial itself ---
 
 BROKEN = """
@@ -180,12 +227,13 @@ def test_a_trial_that_cannot_start_is_no_success(monkeypatch: pytest.MonkeyPatch
 class Version(http.server.BaseHTTPRequestHandler):
     """What a server says at /version; others than ours have one as well."""
 
-    says = ""
+    says = metrics = ""
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/version" else 404)
+        known = {"/version": json.dumps({"version": self.says}), "/metrics": self.metrics}
+        self.send_response(200 if self.path in known else 404)
         self.end_headers()
-        self.wfile.write(json.dumps({"version": self.says}).encode())
+        self.wfile.write(known.get(self.path, "").encode())
 
     def log_message(self, *args: object) -> None:
         pass
@@ -194,10 +242,36 @@ class Version(http.server.BaseHTTPRequestHandler):
 def test_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         taken = stranger.getsockname()[1]
-        finding = software.check_ports(AppConfig(metrics_port=taken, port=free_port()))
-        assert (finding.level, str(taken) in finding.found) == (Level.FAIL, True)
-        assert "--metrics-port" in finding.mend
+        finding = software.check_ports(AppConfig(port=taken))
+        assert (finding.level, finding.mend.split(";")[0]) == (Level.FAIL, "choose another --port")
     assert software.check_ports(AppConfig(port=free_port())).level is Level.OK
+
+
+def test_what_is_not_to_be_had_is_not_taken_by_anybody() -> None:
+    finding = software.check_ports(AppConfig(host="192.0.2.7", port=free_port()))
+    assert finding.level is Level.FAIL
+    assert "Cannot assign requested address" in finding.found
+    assert "--host" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("body", "level"), [("baton_x 1\n", Level.OK), ("go_goroutines 7\n", Level.WARN)]
+)
+def test_a_port_for_metrics_that_is_taken(
+    body: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of ours go on to the next one; who asks this one hears of it."""
+    monkeypatch.setattr(Version, "metrics", body)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Version) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        config = AppConfig(port=free_port(), metrics_port=server.server_port)
+        finding = software.check_ports(config)
+        server.shutdown()
+        thread.join()
+    assert finding.level is level
+    assert str(server.server_port) in finding.found
+    assert ("--metrics-port" in finding.mend) == (level is Level.WARN)
 
 
 @pytest.mark.parametrize(("says", "level"), [(version(), Level.OK), ("0.32.0", Level.FAIL)])
@@ -230,6 +304,31 @@ def test_model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     finding = software.check_model_cache(AppConfig())
     assert (finding.level, "XDG_CACHE_HOME" in finding.mend) == (Level.FAIL, True)
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OpenShift makes one, where nothing sets HOME."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    finding = software.check_model_cache(AppConfig())
+    assert (finding.level, "no home folder" in finding.found) == (Level.FAIL, True)
+    assert "XDG_CACHE_HOME" in finding.mend
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (f"{tmp_path}/not/here", "~nobody-of-this-name/x"):
+        finding = software.check_model_cache(AppConfig(model=name))
+        assert finding.level is Level.FAIL
+        assert finding.found.startswith(f"{name} is not there")
+        assert "smollm2-135m-instruct" in finding.mend
+    finding = software.check_model_cache(AppConfig(model="org/name"))
+    assert finding.level is not Level.FAIL
+    assert "org/name comes from a hub" in finding.found
 
 
 def test_ray(monkeypatch: pytest.MonkeyPatch) -> None:

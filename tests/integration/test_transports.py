@@ -29,6 +29,7 @@ from kvtransfer.tcp_server import MAGIC, REQUEST, TOKEN_BYTES
 from kvtransfer.ticket import AgentCard, Ticket, open_ticket
 from kvtransfer.transport import Completion, Part, Status
 from kvtransfer.transports import open_transport
+from kvtransfer.ucx import UcxOptions
 from tests.support.kv_pools import (
     LAYOUT,
     NUM_BLOCKS,
@@ -571,9 +572,21 @@ def test_the_seals_of_a_large_pool_are_read_one_by_one(monkeypatch: pytest.Monke
 
 
 def test_what_nixl_says_when_ucx_cannot_do_what_it_is_told() -> None:
-    with pytest.raises(TransportError, match=r"UCX_TLS.*'pigeon'"):
-        open_transport("nixl", "p", 1, ucx_tls="pigeon")
+    said = r"UCX_TLS=pigeon \(configuration, ucx_tls\), UCX_NET_DEVICES=lo"
+    with pytest.raises(TransportError, match=said):
+        open_transport("nixl", "p", 1, ucx=UcxOptions(tls="pigeon"))
     assert "UCX_TLS" not in os.environ
+
+
+def test_nixl_uses_the_devices_that_its_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With loopback, which a worker of one host would have otherwise, this would work."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "nowhere0")
+    said = r"UCX_TLS=tcp \(environment\), UCX_NET_DEVICES=nowhere0 \(environment\)"
+    with pytest.raises(TransportError, match=said):
+        open_transport("nixl", "p", 1)
+    open_transport("nixl", "p", 1, ucx=UcxOptions(net_devices="lo")).close()
+    assert (os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"]) == ("tcp", "nowhere0")
 
 
 # --- tcp and nccl: their servers are ours ---

@@ -32,6 +32,7 @@ from kvtransfer.region import Region
 from kvtransfer.ticket import AgentCard, Ticket
 from kvtransfer.transport import Transport
 from kvtransfer.transports import open_transport
+from kvtransfer.ucx import UcxOptions
 
 SECRET = b"of this test"
 LAYOUT = KVLayout("w", 30, 3, 64, "rope", 16, "float32")  # the default model's: 720 KiB a block
@@ -44,9 +45,8 @@ def open_way(
 ) -> Transport:
     """A transport by its name, or NIXL over plain sockets: only there bytes can arrive late."""
     name, _, ucx_tls = way.partition("-")
-    return open_transport(
-        name, worker_id, epoch, ucx_tls=ucx_tls or "auto", build=build, faults=faults
-    )
+    ucx = UcxOptions(ucx_tls or "auto")
+    return open_transport(name, worker_id, epoch, ucx=ucx, build=build, faults=faults)
 
 
 # --- the producer ---

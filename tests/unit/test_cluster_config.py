@@ -35,7 +35,7 @@ def test_the_builder_s_machine_decides_nothing_of_the_workers() -> None:
             assert (engine.threads, engine.kv_blocks, engine.token_budget) == (0, 0, 0)
             assert engine.max_model_len == 8192
             assert getattr(config, role).transport == transport
-            assert getattr(config, role).net_devices == "all"
+            assert getattr(config, role).net_devices == "auto"  # its environment may say
         assert config.served_model_name == "tiny"
 
 

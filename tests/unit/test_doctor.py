@@ -1,15 +1,19 @@
 """What ``baton doctor`` concludes from what it sees; other machines are folders here."""
 
 import json
+import os
 import resource
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtransfer.ucx import UcxOptions
 from services.cli import build_parser
-from services.config import ConfigError
+from services.config import ConfigError, from_yaml
 from services.doctor import devices, host
-from services.doctor.command import DoctorOptions, run_doctor
+from services.doctor.command import DoctorOptions, guarded, run_doctor
 from services.doctor.findings import Finding, Level, as_json, as_text, exit_status, summary
 from services.doctor.trial import Outcome, Way, left_out
 from services.doctor.ways import Try, judge, ways_from_here
@@ -134,27 +138,32 @@ def test_a_container_may_have_few_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("soft", "capable", "rdma", "level"),
     [
-        (65_536, False, False, Level.NOTE),
-        (65_536, False, True, Level.FAIL),
-        (65_536, True, True, Level.OK),
-        (resource.RLIM_INFINITY, False, True, Level.OK),
+        (65_536, (), False, Level.NOTE),
+        (65_536, (), True, Level.FAIL),
+        (65_536, ("CapBnd",), True, Level.FAIL),  # added to the container, whose user is not root
+        (65_536, ("CapBnd", "CapEff"), True, Level.OK),
+        (resource.RLIM_INFINITY, (), True, Level.OK),
     ],
 )
 def test_locked_memory(
-    monkeypatch: pytest.MonkeyPatch, soft: int, capable: bool, rdma: bool, level: Level
+    monkeypatch: pytest.MonkeyPatch, soft: int, capable: tuple[str, ...], rdma: bool, level: Level
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    monkeypatch.setattr(host, "has_capability", lambda _: capable)
+    monkeypatch.setattr(host, "has_capability", lambda _, kind: kind in capable)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(host, "lock_some", lambda: "")
     finding = host.check_locked_memory(Path("/"), rdma)
     assert finding.level is level
     if level is not Level.OK:
         assert "64 KiB" in finding.found
-        assert "IPC_LOCK" in finding.mend
+        assert "LimitMEMLOCK=infinity" in finding.mend
+        assert "`rdma.runAsRoot`" in finding.mend
+    in_vain = "bounding set" in finding.found and "not in effect for user 1000" in finding.found
+    assert in_vain == (capable == ("CapBnd",))
 
 
 def test_a_kernel_that_locks_nothing_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "has_capability", lambda _: True)
+    monkeypatch.setattr(host, "has_capability", lambda _, kind: True)
     monkeypatch.setattr(host, "lock_some", lambda: "Cannot allocate memory")
     finding = host.check_locked_memory(Path("/"), rdma=True)
     assert finding.level is Level.FAIL
@@ -178,10 +187,59 @@ def test_gpu() -> None:
 
 def test_a_gpu_whose_driver_was_not_mounted(tmp_path: Path) -> None:
     write(tmp_path / "dev", {"nvidia0": "", "nvidiactl": ""})
-    finding = devices.check_gpu(tmp_path, [], True, False)
+    finding = devices.check_gpu(tmp_path, [], True, False, "is not in PATH")
     assert finding.level is Level.FAIL
-    assert finding.found.startswith("nvidia0 in /dev")
+    assert finding.found == "nvidia0 in /dev, but nvidia-smi is not in PATH"
     assert "NVIDIA_DRIVER_CAPABILITIES" in finding.mend
+
+
+GKE = {"bin/nvidia-smi": "", "lib64/libcuda.so.1": ""}
+LOOKS = {"PATH": "/bin:/usr/local/nvidia/bin", "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "lacking", "mend"),
+    [
+        ({"PATH": "/bin"}, "PATH lacks /usr/local/nvidia/bin and LD_LIBRARY_PATH lacks",
+         "set PATH=$PATH:/usr/local/nvidia/bin LD_LIBRARY_PATH=/usr/local/nvidia/lib64"),
+        (LOOKS | {"PATH": "/bin"}, "but PATH lacks", "set PATH=$PATH:/usr/local/nvidia/bin ("),
+        (LOOKS | {"LD_LIBRARY_PATH": ""}, "but LD_LIBRARY_PATH lacks /usr/local/nvidia/lib64",
+         "set LD_LIBRARY_PATH=/usr/local/nvidia/lib64 ("),
+        (LOOKS, "but nvidia-smi says: no devices", "was installed to the end"),
+    ],
+)  # fmt: skip
+def test_a_driver_where_gke_mounts_it(
+    tmp_path: Path, environment: dict[str, str], lacking: str, mend: str
+) -> None:
+    write(tmp_path / "dev", {"nvidia0": ""})
+    write(tmp_path / "usr/local/nvidia", GKE)
+    why = "says: no devices"
+    finding = devices.check_gpu(tmp_path, [], True, False, why, environment)
+    assert finding.level is Level.FAIL
+    assert "the driver is in /usr/local/nvidia" in finding.found
+    assert lacking in finding.found
+    assert mend in finding.mend
+    found = devices.check_gpu(tmp_path, ["NVIDIA L4"], True, False, "", environment)
+    assert found.level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (None, "is not in PATH"),
+        ("echo NVIDIA-SMI has failed; exit 9", "says: NVIDIA-SMI has failed"),
+        ("exit 12", "ends with status 12"),
+        ("echo", "lists none"),
+    ],
+)
+def test_why_nvidia_smi_shows_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, why: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert devices.gpus() == ([], why)
 
 
 def roce(tmp_path: Path, **changes: str) -> Path:
@@ -243,7 +301,7 @@ def test_an_efa_adapter_is_known_by_its_driver(tmp_path: Path) -> None:
     (root / "sys/class/infiniband/mlx5_0/device/driver").symlink_to(driver)
     (adapter,) = devices.adapters(root)
     assert adapter.efa
-    (tried,) = [t for t in ways_from_here([adapter], False, True, {}) if "mlx5_0" in t.way.name]
+    (tried,) = [t for t in ways([adapter], {}, need_rdma=True) if "mlx5_0" in t.way.name]
     assert tried.way.ucx_tls == "srd"
     assert "libefa.so.1" in tried.mend
 
@@ -264,18 +322,59 @@ def test_gpudirect(tmp_path: Path) -> None:
 # --- ways ---
 
 
+def ways(
+    adapters: list[devices.Adapter],
+    environment: dict[str, str],
+    gpu: bool = False,
+    need_rdma: bool = False,
+    in_cluster: bool = False,
+    **raw: Any,
+) -> list[Try]:
+    return ways_from_here(adapters, gpu, need_rdma, from_yaml(raw), environment, in_cluster)
+
+
 def test_ways_follow_from_what_is_here(tmp_path: Path) -> None:
-    checks = [t.check for t in ways_from_here([], False, False, {})]
+    checks = [t.check for t in ways([], {"HOME": "/"})]
     assert checks == ["tcp", "ucx tcp", "ucx shm"]
     found = devices.adapters(roce(tmp_path))
-    tries = ways_from_here(found, True, True, {"UCX_TLS": "rc,tcp", "UCX_NET_DEVICES": "mlx5_0:1"})
-    assert [t.check for t in tries[3:]] == ["ucx cuda", "ucx rc", "ucx rc gpu", "ucx as set"]
-    assert [t.way.device for t in tries[3:]] == ["cuda", "cpu", "cuda", "cpu"]
+    tries = ways(found, {}, gpu=True, need_rdma=True)
+    assert [t.check for t in tries[3:]] == ["ucx cuda", "ucx rc", "ucx rc gpu"]
+    assert [t.way.device for t in tries[3:]] == ["cuda", "cpu", "cuda"]
     assert tries[4].way == Way("nixl, rc on mlx5_0:1", "nixl", "rc", "mlx5_0:1")
     assert tries[4].level is Level.FAIL
-    assert (tries[-1].way.ucx_tls, tries[-1].way.net_devices) == ("auto", "mlx5_0:1")
     (down,) = devices.adapters(roce(tmp_path, state="1: DOWN"))
-    assert len(ways_from_here([down], False, True, {})) == 3
+    assert len(ways([down], {}, need_rdma=True)) == 3
+
+
+SET = {"UCX_TLS": "rc,tcp", "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1", "UCX_IB_GID_INDEX": "3"}
+
+
+@pytest.mark.parametrize("in_cluster", [False, True])
+@pytest.mark.parametrize("one", SET)
+def test_what_the_environment_says_is_tried_as_a_worker_would_use_it(
+    one: str, in_cluster: bool
+) -> None:
+    """The way leaves to the environment, in which the trial runs as well, what a worker does."""
+    for environment in (SET, {one: SET[one]}):
+        *_, tried = ways([], environment, gpu=True, in_cluster=in_cluster)
+        assert (tried.check, tried.level, tried.exact) == ("ucx as set", Level.FAIL, False)
+        assert tried.way.ucx == UcxOptions(one_host=not in_cluster)
+        assert tried.way.device == "cuda"
+        assert f"{one}={SET[one]} (environment)" in tried.way.name
+    assert tried.devices == ({"mlx5_0:1", "mlx5_1:1"} if one == "UCX_NET_DEVICES" else frozenset())
+
+
+def test_what_the_configuration_says_is_tried_role_by_role() -> None:
+    told: dict[str, Any] = {"ucx_tls": "tcp", "prefill": {"net_devices": "eth1", "device": "cpu"}}
+    prefill, decode = ways([], SET, gpu=True, in_cluster=True, **told)[-2:]
+    assert prefill.way.ucx == UcxOptions("tcp", "eth1", one_host=False)
+    assert decode.way.ucx == UcxOptions("tcp", one_host=False)
+    assert (prefill.way.device, decode.way.device) == ("cpu", "cuda")
+    assert "as prefill use it, host memory, UCX_TLS=tcp (configuration" in prefill.way.name
+    assert "as decode use it, GPU memory, UCX_TLS=tcp (configuration" in decode.way.name
+    assert [t.check for t in ways([], {}, **told)][-2:] == ["ucx as set", "ucx as set"]
+    for unused in ({"transport": "tcp"}, {"prefill": 0, "decode": 0, "mixed": 1}):
+        assert "ucx as set" not in [t.check for t in ways([], SET, **unused)]
 
 
 def test_what_ucx_has_gone_on_without() -> None:
@@ -290,7 +389,10 @@ def test_what_ucx_has_gone_on_without() -> None:
 
 
 NAMED = Try("ucx shm", Way("shm", "nixl", "tcp,cma"), Level.WARN, "allow it")
-AS_SET = Try("ucx as set", Way("as set", "nixl", "auto"), Level.FAIL, "change UCX_TLS")
+AS_SET = Try(
+    "ucx as set", Way("as set", "nixl", "auto"), Level.FAIL, "change UCX_TLS", False,
+    frozenset({"mlx5_0:1", "mlx5_1:1"}),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -302,6 +404,9 @@ AS_SET = Try("ucx as set", Way("as set", "nixl", "auto"), Level.FAIL, "change UC
         (NAMED, Outcome("", "cma", 0.01), Level.WARN, "UCX finds no cma here"),
         (AS_SET, Outcome("", "dc_x", 0.01), Level.WARN, "arrived, 1.7 GB/s, but UCX finds no dc_x"),
         (AS_SET, Outcome("No such device", "rc"), Level.FAIL, "UCX finds no rc here"),
+        # Here processes of one host met without any; to other hosts nothing leads.
+        (AS_SET, Outcome("", "mlx5_0:1", 0.01), Level.WARN, "but UCX finds no mlx5_0:1"),
+        (AS_SET, Outcome("", "rc, mlx5_1:1, mlx5_0:1", 0.01), Level.FAIL, "no rc, mlx5_1:1, mlx5"),
         (AS_SET, Outcome("Timed out"), Level.FAIL, "Timed out"),
     ],
 )
@@ -309,6 +414,36 @@ def test_what_a_try_has_shown(tried: Try, outcome: Outcome, level: Level, text: 
     finding = judge(tried, outcome)
     assert (finding.level, finding.check) == (level, tried.check)
     assert text in finding.found
+
+
+def test_a_trial_that_did_not_start_blames_no_network() -> None:
+    finding = judge(NAMED, Outcome("the trial did not start: No module", started=False))
+    assert (finding.level, "allow it" in finding.mend) == (Level.WARN, False)
+    assert "torch" in finding.mend
+
+
+# --- what fails by itself ---
+
+
+def test_a_check_that_fails_does_not_hide_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    def check() -> Finding:
+        raise ZeroDivisionError("by zero")
+
+    finding = guarded("ports", check)
+    assert (finding.check, finding.level) == ("ports", Level.FAIL)
+    assert "ZeroDivisionError: by zero" in finding.found
+    assert "the check ports failed" in caplog.text
+    assert guarded("ports", lambda: OK) is OK
+
+
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    finding = host.check_temporary_folder(Path("/"))
+    assert (finding.level, "['/tmp']" in finding.found) == (Level.FAIL, True)
+    assert "TMPDIR" in finding.mend
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
