@@ -2,12 +2,14 @@
 
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from services.cli import build_parser
+from services.doctor.devices import DRIVER_FOLDERS
 from services.doctor.software import SERVE_SETTINGS
 from tests.support.dockerfile import (
     Dockerfile,
@@ -199,6 +201,30 @@ def test_both_variants_have_the_torch_of_the_project(image: Dockerfile, variant:
     assert image.arguments["VARIANT"] == "cpu"
 
 
+def test_the_driver_is_looked_for_where_gke_mounts_it(image: Dockerfile) -> None:
+    """https://cloud.google.com/kubernetes-engine/docs/how-to/gpus#cuda"""
+    stages = {stage.name: stage for stage in image.stages}
+    cpu, cuda, final = stages["driver-cpu"], stages["driver-cuda"], image.stages[-1]
+    assert cuda.environment == {
+        "PATH": f"$PATH:/{DRIVER_FOLDERS['PATH'][0]}",
+        "LD_LIBRARY_PATH": f"/{DRIVER_FOLDERS['LD_LIBRARY_PATH'][0]}",
+    }
+    assert final.base == "driver-${VARIANT}"
+    assert not cuda.environment.keys() & final.environment.keys()
+    assert (cpu.base, cpu.steps, cuda.base) == ("base", [], "base")
+
+
+def test_a_login_shell_looks_there_as_well(image: Dockerfile, tmp_path: Path) -> None:
+    (stage,) = [stage for stage in image.stages if stage.name == "driver-cuda"]
+    (line,) = stage.all("RUN")
+    script = tmp_path / "nvidia.sh"
+    line = line.replace("/etc/profile.d/nvidia.sh", shlex.quote(str(script)))
+    subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=True)
+    shell = f'PATH=/bin; . {shlex.quote(str(script))}; printf %s "$PATH"'
+    done = subprocess.run(["/bin/sh", "-c", shell], check=True, capture_output=True, text=True)
+    assert done.stdout == f"/bin:/{DRIVER_FOLDERS['PATH'][0]}"
+
+
 def test_python_is_of_a_version_that_the_project_takes(image: Dockerfile) -> None:
     tag = image.arguments["PYTHON_IMAGE"]
     assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", tag), tag
@@ -206,6 +232,7 @@ def test_python_is_of_a_version_that_the_project_takes(image: Dockerfile) -> Non
     assert [stage.base for stage in image.stages if not stage.base.islower()] == [
         "${PYTHON_IMAGE}",
         "torch-${VARIANT}",
+        "driver-${VARIANT}",
     ]
 
 
