@@ -20,7 +20,7 @@ from services.fetch import fetch, pinned
 from services.machine import model_facts, read_secret, this_machine
 from services.model_cache import print_now
 from services.resolve import resolve
-from services.serve import DRAIN_S, mib
+from services.serve import DRAIN_S, check_port, mib, url
 from services.settings import router_settings, worker_settings
 from services.warm_kernels import warm_kernels
 from services.worker import Worker
@@ -80,12 +80,11 @@ async def local_graph(config: AppConfig) -> AsyncIterator[LocalGraph]:
 
 def run_local(config: AppConfig) -> int:
     """``baton local``: serve until Ctrl-C; the exit status."""
+    check_port(config.host, config.port)  # now, and not when the model is there
     return asyncio.run(_serve(config))
 
 
 async def _serve(config: AppConfig) -> int:
-    import uvicorn
-
     async with local_graph(config) as graph:
         for card in await graph.discover():
             pool_bytes = card.kv_blocks * KVLayout(**card.layout).span_bytes
@@ -94,14 +93,25 @@ async def _serve(config: AppConfig) -> int:
                 f" {mib(card.weights_bytes)} (shared), KV pool {card.kv_blocks} blocks,"
                 f" {mib(pool_bytes)}, step {card.token_budget} tokens"
             )
-        print(f"  http://{config.host}:{config.port}/console")
-        print(f"  http://{config.host}:{config.port}/v1  (Ctrl-C stops)", flush=True)
         api = graph.api()
-        server = uvicorn.Server(uvicorn.Config(api, config.host, config.port, log_level="warning"))
+        server = _server(api, config)
         ending = asyncio.create_task(_end_streams(server, api))
         await server.serve()
         ending.cancel()
     return 0
+
+
+def _server(api: Any, config: AppConfig) -> Any:
+    """A uvicorn server that says where it listens, once it does."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)  # returns when it listens; what fails ends the process
+            print(f"  {url(config)}/console")
+            print(f"  {url(config)}/v1  (Ctrl-C stops)", flush=True)
+
+    return Server(uvicorn.Config(api, config.host, config.port, log_level="warning"))
 
 
 async def _end_streams(server: Any, api: Any) -> None:
