@@ -7,34 +7,34 @@
 
 Replicas find each other through the registry and talk directly over TCP; no request and no token
 passes through a Serve handle. Serve places, restarts, checks and scales them. ``build_app`` is the
-``import_path`` of a Serve config; ``services.serve`` uses ``build`` and the functions at the end on
-a private, local Ray. Ray is imported here, in :mod:`services.registry` and :mod:`services.leave`
-only; torch in worker replicas only, so that the router stays small.
+``import_path`` of a Serve config; :mod:`services.own_ray` uses ``build`` on a private, local Ray.
+Ray is imported in these two, in :mod:`services.registry` and in :mod:`services.leave` only; torch
+in worker replicas only, so that the router stays small.
 """
 
 import asyncio
 import contextlib
 import gc
 import logging
-import re
-import threading
+import secrets
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
-from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.schema import LoggingConfig
 
 from router import wire
-from services.config import AppConfig, from_yaml
+from router.pools import scaling_stats
+from services.config import AppConfig, from_yaml, settled
 from services.fetch import fetch, pinned
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
-from services.registry import HEARTBEAT_S, NAMESPACE, RegistryClient
+from services.planner.reports import worker_stats
+from services.registry import HEARTBEAT_S, RegistryClient
 from services.resolve import resolve_shared, resolve_worker
 from services.settings import router_settings, worker_settings
 
@@ -48,6 +48,9 @@ HEALTH_TIMEOUT_S = 8.0
 DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker", "mixed": "MixedWorker"}
 # Serve's default of 2 s between looks at whether a replica has drained makes every stop that long.
 SHUTDOWN_LOOP_S = 0.1
+POLICY = "services.planner.autoscaler:Autoscaler"  # who decides on the size of pools
+REPORT_S = 1.0  # between two reports of a replica to Serve's controller
+LOOK_BACK_S = 10.0  # Serve keeps them so long; only the latest counts
 LAST_WORDS_S = 2.0  # for streams that were ended, to reach their clients, and for Serve to notice
 
 log = logging.getLogger(__name__)
@@ -119,8 +122,15 @@ class Router:
             return  # the workers are starting as well
         await _until(lambda: dispatcher.ready, PROVE_S)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve for who scales the pools."""
+        front = self._api.state.front
+        failures = {f"{f.role}_failures": f.in_a_row for f in self._registry.pools.failures}
+        return scaling_stats(front.dispatcher, front.ledger) | failures
+
     async def _discover(self) -> list[wire.WorkerCard]:
         cards = await self._registry.discover(router=self._api.state.front.target)
+        self._api.state.front.dispatcher.pools = self._registry.pools
         if self._registry.stops_in_s is not None and self._stop is None:
             self._stop = asyncio.create_task(self._end(self._registry.stops_in_s))
         return cards
@@ -138,9 +148,17 @@ class WorkerReplica:
     async def __init__(self, role: str, spec: AppSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_to_stderr()
         calm_openmp()
+        self._registry = RegistryClient(spec.registry)
+        async with _announced(self._registry, role):
+            await self._start(role, spec)
+        others = [card.role for card, _ in await self._registry.reports()]
+        self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+        if role in others:  # one of these may be waiting for us, to go
+            await _until(lambda: self._worker.load().steps > 0, PROVE_S)
+
+    async def _start(self, role: str, spec: AppSpec) -> None:
         from services.worker import Worker
 
-        self._registry = RegistryClient(spec.registry)
         config = spec.config
         folder = await asyncio.to_thread(fetch, config.model, report=log.info)
         host = "127.0.0.1" if spec.one_host else _node_ip()
@@ -155,10 +173,10 @@ class WorkerReplica:
         await self._worker.start()
         gc.collect()
         gc.freeze()  # what is here stays: a full collection would look through it between steps
-        others = [card.role for card, _ in await self._registry.reports()]
-        self._heart = asyncio.create_task(self._beat(), name="heartbeat")
-        if role in others:  # one of these may be waiting for us, to go
-            await _until(lambda: self._worker.load().steps > 0, PROVE_S)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve for who scales the pools."""
+        return worker_stats(self._worker.card, self._worker.load(), self._worker.profile)
 
     def _on_load(self, load: wire.Load) -> None:
         if load.state != self._state:
@@ -189,6 +207,28 @@ class WorkerReplica:
         await self._worker.drain(self._drain_s)
         await self._worker.close()
         await self._heart
+
+
+@contextlib.asynccontextmanager
+async def _announced(registry: RegistryClient, role: str) -> AsyncIterator[None]:
+    """Let the registry know that a worker starts, that it has, or why it could not."""
+    name = f"{role}-start-{secrets.token_hex(4)}"
+
+    async def live() -> None:
+        while True:
+            await registry.starting(name, role)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    alive = asyncio.create_task(live())
+    try:
+        yield
+    except Exception as error:
+        log.exception("a %s worker could not start", role)
+        await registry.failed(name, role, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        alive.cancel()
+    await registry.started(name)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -235,7 +275,7 @@ def _node_ip() -> str:
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
     """The application of a Serve config; ``args`` has the keys of ``baton serve --config``."""
-    config = from_yaml(args)
+    config = settled(from_yaml(args))
     # Other nodes fetch the same commit by themselves; here its shape is enough.
     config = replace(config, model=pinned(config.model, report=log.info))
     facts = model_facts(fetch(config.model, report=log.info, weights=False), config.model)
@@ -262,8 +302,8 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
     workers = [
         worker.options(
             name=DEPLOYMENTS[role],
-            num_replicas=pool.replicas,
             graceful_shutdown_timeout_s=pool.drain_s + CLOSE_S,
+            **_size(spec, role),
             **common,
         ).bind(role, spec)
         for role, pool in spec.config.pools()
@@ -271,7 +311,7 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
     # The router has limits of its own, which answer 429; Serve's would answer 503.
     app: serve.Application = router.options(
         name="Router",
-        num_replicas=spec.config.routers,
+        **_size(spec, "router"),
         max_ongoing_requests=100_000,
         # It goes with its last request, and each of these has a deadline.
         graceful_shutdown_timeout_s=spec.config.router.request_timeout_s + CLOSE_S,
@@ -280,70 +320,29 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
     return app
 
 
-# --- a private local Ray, for ``baton serve`` ----------------------------------------------------
-
-
-def start_ray(folder: Path) -> None:
-    """A Ray of our own whose files lie in ``folder``; never joins one that runs already."""
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,  # nothing of ours goes through it; 75 MiB is Ray's least
-        log_to_driver=False,
-        _temp_dir=str(folder),
-        _node_ip_address="127.0.0.1",
-    )
-
-
-def deploy(spec: AppSpec) -> None:
-    """Start Serve and the application, without waiting until it runs."""
-    config = spec.config
-    serve.start("HeadOnly", HTTPOptions(host=config.host, port=config.port))
-    target = serve.RunTarget(build(spec, constructor_tries=1), name=APP_NAME)
-    serve.run_many(
-        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-    )
-
-
-def failure() -> str | None:
-    """Why the application cannot start, if so."""
-    app = serve.status().applications.get(APP_NAME)
-    if app is None or app.status != ApplicationStatus.DEPLOY_FAILED:
-        return None
-    for name, deployment in app.deployments.items():
-        if deployment.status == "DEPLOY_FAILED":
-            return f"{name} does not start: {root_cause(deployment.message)}"
-    return app.message
-
-
-def root_cause(message: str) -> str:
-    """What one of our own exceptions says at the end of a traceback, else all of the traceback."""
-    own = list(re.finditer(r"^(?:kvtransfer|router|services)(?:\.\w+)+: ", message, re.MULTILINE))
-    return message[own[-1].end() :].strip() if own else message
-
-
-def reports(spec: AppSpec) -> list[tuple[wire.WorkerCard, wire.Load]]:
-    """Card and load of each worker."""
-    return asyncio.run(RegistryClient(spec.registry).reports())
-
-
-def stop_ray(patience_s: float, spec: AppSpec | None = None) -> None:
-    """Let requests end for at most ``patience_s``, then end the application and Ray."""
-    if not ray.is_initialized():
-        return
-    if spec is not None:
-        asyncio.run(RegistryClient(spec.registry).stop(patience_s))
-    stop = threading.Thread(target=_stop_serve, daemon=True)
-    stop.start()
-    stop.join(patience_s + LAST_WORDS_S)
-    ray.shutdown()
-
-
-def _stop_serve() -> None:
-    # The application first: routers and workers drain behind a living ingress. Serve's shutdown
-    # alone would end HAProxy at once, and every stream with it.
-    shutdown: Any = serve.shutdown
-    with contextlib.suppress(RayServeException):  # Serve had not started yet
-        serve.delete(APP_NAME)
-    shutdown()
+def _size(spec: AppSpec, role: str) -> dict[str, Any]:
+    """How many replicas: a number, or who decides. When any pool scales, all report to the one who
+    does, by the way that Serve has for that: so he has one for each, and some have no choice.
+    """
+    scaling, routers = spec.config.autoscaling, spec.config.routers
+    num = routers if role == "router" else getattr(spec.config, role).replicas
+    if not scaling.scales or role == "mixed":
+        return {"num_replicas": num}
+    pool = getattr(scaling, role, None)
+    low, high = (pool.min, pool.max) if pool is not None and pool.scales else (num, num)
+    told = {"role": role, "config": asdict(scaling), "registry": spec.registry}
+    with warnings.catch_warnings():
+        # Said to be replaced by an environment variable, which this version does not read.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        decides = AutoscalingConfig(
+            min_replicas=low,
+            initial_replicas=num,
+            max_replicas=high,
+            metrics_interval_s=REPORT_S,
+            look_back_period_s=LOOK_BACK_S,
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            downscale_to_zero_delay_s=0,
+            policy=AutoscalingPolicy(policy_function=POLICY, policy_kwargs=told),
+        )
+    return {"autoscaling_config": decides}

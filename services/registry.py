@@ -10,28 +10,37 @@ and what a restart of the actor loses, the next heartbeats bring back. Cards and
 ``router.wire`` frames, so nothing of ours is pickled; what they say is not looked at here, except
 for the id. The first who asks creates the actor.
 
-It also passes on, to all routers at once, that the deployment is about to stop.
+It also passes on, to all routers at once, that the deployment is about to stop, how large its pools
+are to be, and why workers do not start. One that dies while it starts cannot say so: it is missed.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from router import wire
+from router.pools import Pools, StartFailure
 from router.scraping import Target, worker_targets
 
 NAMESPACE = "baton"
 EXPIRE_S = 5.0  # without a heartbeat
+START_EXPIRE_S = 15.0  # the same for one that starts: its threads are busy, and so are others'
+DIED = "nothing more was heard of it while it started: was its process killed, for its memory?"
 HEARTBEAT_S = 1.0
 CALL_TIMEOUT_S = 10.0  # a call to an actor that restarts may take this long, then it is repeated
 LENGTH_BYTES = 4  # before a frame's body
+
+log = logging.getLogger(__name__)
 
 
 class Table:
@@ -42,6 +51,10 @@ class Table:
         self._expire_s = expire_s
         self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # card, load, when
         self._routers: dict[str, tuple[dict[str, Any], float]] = {}  # fields of a Target, when
+        self._starting: dict[str, tuple[str, float]] = {}  # by name: role, when it was last heard
+        self._failures: dict[str, StartFailure] = {}  # the latest of each role
+        self._start_failures: Counter[tuple[str, str]] = Counter()  # by role and reason
+        self.plan: dict[str, Any] = {}  # fields of Pools, as who scales the pools says
         # Starts anywhere: a reader that still has a version of before a restart must not match.
         self.version = int.from_bytes(os.urandom(6))
 
@@ -69,7 +82,52 @@ class Table:
         expired = [name for name, (_, _, when) in self._entries.items() if when < oldest]
         for name in expired:
             del self._entries[name]
-        return self._changed(bool(expired))
+        return self._changed(self._miss_starting() or bool(expired))
+
+    # --- workers that start ----------------------------------------------------------------------
+
+    def starting(self, name: str, role: str) -> None:
+        """A worker that starts is alive; ``name`` is that of this start."""
+        self._starting[name] = (role, self._clock())
+
+    def started(self, name: str) -> bool:
+        """It takes work: those of its role can start."""
+        role, _ = self._starting.pop(name, ("", 0.0))
+        return self._changed(self._failures.pop(role, None) is not None)
+
+    def failed(self, name: str, role: str, message: str, reason: str = "exception") -> bool:
+        """It could not start."""
+        self._starting.pop(name, None)
+        before = self._failures.get(role)
+        in_a_row = before.in_a_row + 1 if before is not None else 1
+        self._failures[role] = StartFailure(role, name, reason, message, time.time(), in_a_row)
+        self._start_failures[role, reason] += 1
+        return self._changed(True)
+
+    def pools(self) -> dict[str, Any]:
+        """Fields of Pools."""
+        failures = tuple(self._failures.values())
+        return {**self.plan, "failures": failures, "start_failures": dict(self._start_failures)}
+
+    def tell(self, plan: dict[str, Any]) -> bool:
+        """How large the pools are to be; True if that has changed."""
+        news = plan["targets"] != self.plan.get("targets")
+        self.plan = plan
+        return self._changed(news)
+
+    def _miss_starting(self) -> bool:
+        """Who is not heard of any more while it starts has died, or was not wanted any more."""
+        oldest = self._clock() - max(START_EXPIRE_S, 3 * self._expire_s)
+        missed = [(n, role) for n, (role, when) in self._starting.items() if when < oldest]
+        for name, role in missed:
+            del self._starting[name]
+            if self._num_here(role) < self.plan.get("targets", {}).get(role, sys.maxsize):
+                self.failed(name, role, DIED, "died")
+        return bool(missed)
+
+    def _num_here(self, role: str) -> int:
+        starting = sum(role == its for its, _ in self._starting.values())
+        return starting + sum(_card(card).role == role for card, _, _ in self._entries.values())
 
     def reports(self) -> list[tuple[bytes, bytes]]:
         """(card, load) of each worker, as they came."""
@@ -107,6 +165,22 @@ class RegistryActor:
         self._table.version += 1
         self._tell(True)
 
+    async def starting(self, name: str, role: str) -> None:
+        """A worker starts, and lives."""
+        self._table.starting(name, role)
+
+    async def started(self, name: str) -> None:
+        """It has started."""
+        self._tell(self._table.started(name))
+
+    async def failed(self, name: str, role: str, message: str) -> None:
+        """It could not."""
+        self._tell(self._table.failed(name, role, message))
+
+    async def plan(self, plan: dict[str, Any]) -> None:
+        """How large the pools are to be: fields of Pools."""
+        self._tell(self._table.tell(plan))
+
     async def cards(self) -> list[bytes]:
         """Welcome frames of the workers that are here."""
         return [card for card, _ in await self.reports()]
@@ -122,9 +196,9 @@ class RegistryActor:
 
     async def wait(
         self, version: int, timeout_s: float, router: dict[str, Any] | None = None
-    ) -> tuple[int, list[bytes], float | None]:
-        """The cards, their version and the seconds until all stops (None: it does not), as soon as
-        the version is another one than ``version``, or after ``timeout_s``.
+    ) -> tuple[int, list[bytes], float | None, dict[str, Any]]:
+        """The cards, their version, the seconds until all stops (None: it does not) and the fields
+        of Pools, as soon as the version is another one than ``version``, or after ``timeout_s``.
 
         ``router``: the fields of the asking router's Target.
         """
@@ -136,7 +210,7 @@ class RegistryActor:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._news.wait(), self._period_s)
         stops_in_s = None if self._stop_at is None else self._stop_at - time.monotonic()
-        return self._table.version, await self.cards(), stops_in_s
+        return self._table.version, await self.cards(), stops_in_s, self._table.pools()
 
     async def pid(self) -> int:
         """This actor's process."""
@@ -172,6 +246,7 @@ class RegistryClient:
 
     def __init__(self, name: str) -> None:
         self.stops_in_s: float | None = None  # as the last ``discover`` found
+        self.pools = Pools()  # the same
         self._name = name
         self._version = -1
         self._actor: Any = None
@@ -201,6 +276,28 @@ class RegistryClient:
         """Say that a worker or router ends."""
         return await self._try("leave", name) is not None
 
+    async def starting(self, name: str, role: str) -> bool:
+        """Say that a worker starts, again and again until it has."""
+        return await self._try("starting", name, role) is not None
+
+    async def started(self, name: str) -> bool:
+        """Say that it has started."""
+        return await self._try("started", name) is not None
+
+    async def failed(self, name: str, role: str, message: str) -> bool:
+        """Say why it could not."""
+        return await self._try("failed", name, role, message) is not None
+
+    def post(self, plan: dict[str, Any]) -> None:
+        """Tell how large the pools are to be, without waiting for anything. The next one will make
+        up for one that gets lost.
+        """
+        try:
+            self.actor().plan.remote(plan)
+        except RayError as error:
+            log.warning("the pools' targets were not passed on: %s", error)
+            self._actor = None
+
     async def stop(self, in_s: float) -> bool:
         """Tell all routers that the deployment ends."""
         return await self._try("stop", in_s) is not None
@@ -216,7 +313,8 @@ class RegistryClient:
         answer = await self._try("wait", self._version, patience_s, who)
         if answer is None:
             return []
-        self._version, frames, self.stops_in_s = answer[0]
+        self._version, frames, self.stops_in_s, pools = answer[0]
+        self.pools = Pools(**pools)
         return [_card(frame) for frame in frames]
 
     async def reports(self) -> list[tuple[wire.WorkerCard, wire.Load]]:

@@ -5,7 +5,7 @@
 Left of the fork everything that the user may have got wrong is found, before any process starts.
 Right of it (see :mod:`services.supervisor`) our own Ray runs, with its files in a folder that is
 ours, on ports that nobody else has, so that two of these on one machine do not meet. The calls to
-Ray are in :mod:`services.app`; Serve reads its settings from the environment when it is imported,
+Ray are in :mod:`services.own_ray`; Serve reads its settings from the environment when it is imported,
 so they are set here first.
 """
 
@@ -109,13 +109,13 @@ def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> in
     redirect_output(log)
     os.environ.update(ray_environment(work, config.port))
     tempfile.tempdir = None  # to be read from the environment once more
-    from services import app
+    from services import app, own_ray
 
     spec = app.AppSpec(config, secret, one_host=True)
     try:
-        app.start_ray(work)
+        own_ray.start_ray(work)
         phases.done("ray")
-        app.deploy(spec)
+        own_ray.deploy(spec)
         phases.done("deploy")
         if error := wait_ready(config):
             return phases.fail(error)
@@ -132,7 +132,7 @@ def serve_in(work: Path, config: AppConfig, secret: bytes, phases: Phases) -> in
         return phases.fail(f"{error}\n{tail(log)}")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        app.stop_ray(DRAIN_S, spec)
+        own_ray.stop_ray(DRAIN_S, spec)
 
 
 # --- before ------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def is_free(port: int) -> bool:
 
 def wait_ready(config: AppConfig) -> str | None:
     """Wait until a pair has proved itself to every router; what went wrong if none will."""
-    from services import app
+    from services import own_ray
 
     status, body, good = 0, "", 0
     for count in range(int(READY_TIMEOUT_S / POLL_S)):
@@ -262,7 +262,7 @@ def wait_ready(config: AppConfig) -> str | None:
             return None
         if good:
             continue
-        if count % LOOK_FOR_FAILURE_EVERY == 0 and (error := app.failure()):
+        if count % LOOK_FOR_FAILURE_EVERY == 0 and (error := own_ray.failure()):
             return error
         time.sleep(POLL_S)
     return f"not ready within {READY_TIMEOUT_S:.0f} s; /ready says {status} {body}"
@@ -288,14 +288,14 @@ def url(config: AppConfig) -> str:
 def summary(spec: "AppSpec") -> str:
     """What runs where, and a request to try."""
     from kvtransfer.layout import KVLayout
-    from services import app
+    from services import own_ray
 
     config = spec.config
     lines = [
         f"  {'worker':<18}{'pid':>8}  {'listens on':<22}{'transport':<11}{'weights':<10}"
         f"{'KV pool':<24}{'step':<13}threads",
     ]
-    for card, load in sorted(app.reports(spec), key=lambda report: report[0].worker_id):
+    for card, load in sorted(own_ray.reports(spec), key=lambda report: report[0].worker_id):
         pool_bytes = card.kv_blocks * KVLayout(**card.layout).span_bytes
         lines.append(
             f"  {card.worker_id:<18}{card.pid:>8}  {f'{card.host}:{card.port}':<22}"

@@ -20,13 +20,13 @@ def local_ray() -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(ray_environment(folder, 0))
     with warnings.catch_warnings(action="ignore"):  # Ray's own, at import and start
-        from services import app
+        from services import own_ray
 
-        app.start_ray(folder)
+        own_ray.start_ray(folder)
     try:
         yield
     finally:
-        app.stop_ray(10)
+        own_ray.stop_ray(10)
         os.environ.clear()
         os.environ.update(before)
         _remove(folder)
