@@ -41,7 +41,6 @@ from services.engine.compiled import compile_all
 from services.engine.engine import Engine
 from services.engine.footprint import num_bytes
 from services.engine.meter import StepMeter
-from services.engine.pace import PacedRunner, parse_pace
 from services.engine.runner import ModelRunner
 from services.engine_loop import EngineLoop
 from services.load_model import load_model
@@ -90,7 +89,6 @@ class Worker:
         self._closing: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()  # or there is nothing that could be
         self._hung = ""
-        self.profile: dict[str, float] = {}  # how long its steps take, as it reports it
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -172,9 +170,7 @@ class Worker:
         # Both are timed while nothing else runs here.
         costs = model.step_costs(self.region.kv.element_size())
         self._tallies = WorkerTallies(StepMeter(costs.of, machine_ceilings(config)))
-        pace = parse_pace(settings.pace)
-        steps = runner if pace is None else PacedRunner(runner, pace)
-        self.engine = Engine(with_budgets(settings, runner), steps)
+        self.engine = Engine(with_budgets(settings, runner), runner)
         self._build_roles(transport, shape.vocab_size)
         runner.pause = self._loop.pause
 
