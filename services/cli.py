@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
     config = load(getattr(args, "config", None), flags)
     if args.command == "local":
+        if config.autoscaling.scales:
+            raise ConfigError("baton local does not scale its pools; give numbers, or baton serve")
         calm_openmp()
         from services.local import run_local
 
@@ -269,7 +271,10 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
     pools = command.add_argument_group("number of workers")
     for role in ROLES:
         default = getattr(AppConfig(), role).replicas
-        pools.add_argument(f"--{role}", metavar="N", help=f"{role} workers (default: {default})")
+        text = f"{role} workers (default: {default})"
+        if role != "mixed":
+            text += "; 1..4: from one to four, as they are needed (docs/scaling.md)"
+        pools.add_argument(f"--{role}", metavar="N" if role == "mixed" else "N|N..M", help=text)
     text = "set for all roles; blocks prefill:, decode: and mixed: in the YAML set them by role"
     workers = command.add_argument_group("workers", text)
     _add_fields(workers, WorkerConfig, but=("replicas",))

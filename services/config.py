@@ -6,6 +6,7 @@ answer at once. What ``auto`` and ``0`` become is decided by :mod:`services.reso
 """
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,9 @@ from kvtransfer.layout import DTYPE_BYTES
 from router.config import RouterConfig
 from router.tracing import traces_url
 from services.engine.config import EngineConfig
+from services.engine.pace import parse_pace
 from services.fetch import DEFAULT_MODEL
+from services.planner.config import ScalingConfig, check_budget
 
 ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("auto", "nixl", "tcp", "nccl", "memory")
@@ -47,6 +50,7 @@ class WorkerConfig:
     pull_faults: str = (
         ""  # for tests: faults to inject into transfers, "drop=0.01,delay=0.1,seed=7"
     )
+    pace: str = ""  # for trials: seconds a step takes, "step=0.02,prompt_token=0.001,seq=0.005"
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -69,17 +73,35 @@ class AppConfig:
     prefill: WorkerConfig = field(default_factory=lambda: WorkerConfig(replicas=1))
     decode: WorkerConfig = field(default_factory=lambda: WorkerConfig(replicas=1))
     mixed: WorkerConfig = field(default_factory=WorkerConfig)
+    autoscaling: ScalingConfig = field(default_factory=ScalingConfig)
 
     def pools(self) -> Iterator[tuple[str, WorkerConfig]]:
-        """The roles that have workers."""
+        """The roles that have workers, or may have some."""
         for role in ROLES:
-            if getattr(self, role).replicas:
+            if self.most(role):
                 yield role, getattr(self, role)
+
+    def most(self, role: str) -> int:
+        """Workers that a role may have. Of pools that share a budget, not all at a time."""
+        replicas: int = getattr(self, role).replicas
+        scaling = getattr(self.autoscaling, role, None)
+        return scaling.max if scaling is not None and scaling.scales else replicas
+
+    @property
+    def wakes(self) -> bool:
+        """Whether there may be no worker on purpose, until somebody asks."""
+        scaling = self.autoscaling
+        return any(pool.scales and not pool.min for pool in (scaling.prefill, scaling.decode))
 
     @property
     def num_workers(self) -> int:
-        """Workers of all roles."""
-        return sum(pool.replicas for _, pool in self.pools())
+        """Workers of all roles, at most at a time."""
+        scaling = self.autoscaling
+        if not scaling.scales or not scaling.budget:
+            return sum(self.most(role) for role in ROLES)
+        cheapest = max(1, min(scaling.prefill.devices, scaling.decode.devices))
+        pair = min(self.most("prefill") + self.most("decode"), scaling.budget // cheapest)
+        return pair + self.mixed.replicas
 
     @property
     def sharers(self) -> int:
@@ -121,6 +143,7 @@ LIMITS = {
     "tracing_ratio": Limit(0, 1),
     "pull_faults": Limit(syntax=parse_faults),
     "link_faults": Limit(syntax=parse_faults),
+    "pace": Limit(syntax=parse_pace),
     "stall_s": Limit(1, 3600),
     "drain_s": Limit(0, 3600),
     "chunk_budget": Limit(0),
@@ -203,7 +226,7 @@ def keys(cls: type) -> dict[str, Any]:
     return {name: kind for name, kind in hints.items() if name != "engine"} | inner
 
 
-def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+def with_values(config: Any, values: Mapping[str, Any], path: str = "") -> Any:
     """A copy of a block with some of its keys set, those of an inner ``engine`` there."""
     own = {f.name for f in fields(config)}
     changes = {name: value for name, value in values.items() if name in own}
@@ -213,7 +236,8 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     try:
         return replace(config, **changes)
     except ValueError as error:  # a dataclass that checks its own values
-        raise ConfigError(str(error)) from error
+        at = f"{path}." if path and not str(error).startswith(path) else ""
+        raise ConfigError(f"{at}{error}") from error
 
 
 def from_mapping(raw: Any, base: Any, path: str = "") -> Any:
@@ -229,7 +253,7 @@ def from_mapping(raw: Any, base: Any, path: str = "") -> Any:
             values[name] = from_mapping({} if value is None else value, getattr(base, name), at)
         else:
             values[name] = parse_value(name, known[name], value, at)
-    return with_values(base, values)
+    return with_values(base, values, path)
 
 
 def load(file: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> AppConfig:
@@ -239,14 +263,15 @@ def load(file: str | Path | None = None, flags: Mapping[str, Any] | None = None)
     ``decode`` and ``mixed`` are numbers of workers.
     """
     config = AppConfig() if file is None else from_yaml(_read_yaml(Path(file)))
-    return apply_flags(config, flags or {})
+    return settled(apply_flags(config, flags or {}))
 
 
 def from_yaml(raw: Any) -> AppConfig:
     """The configuration of a YAML mapping.
 
     Keys of workers and of the router may stand at the top, as flags do: there they hold for all
-    roles, and the blocks come after them. ``prefill: 2`` is short for ``prefill: {replicas: 2}``.
+    roles, and the blocks come after them. ``prefill: 2`` is short for ``prefill: {replicas: 2}``,
+    and ``prefill: 1..4`` for ``autoscaling: {prefill: {min: 1, max: 4}}``.
     """
     config = AppConfig()
     if not isinstance(raw, Mapping):
@@ -254,10 +279,9 @@ def from_yaml(raw: Any) -> AppConfig:
     flat = (keys(RouterConfig) | keys(WorkerConfig)).keys() - keys(AppConfig).keys() - {"replicas"}
     shared = {name: value for name, value in raw.items() if name in flat}
     rest = {name: value for name, value in raw.items() if name not in flat}
-    for role in ROLES:
-        if type(rest.get(role)) is int:
-            rest[role] = {"replicas": rest[role]}
-    return typing.cast("AppConfig", from_mapping(rest, apply_flags(config, shared, prefix="")))
+    short = {role: rest.pop(role) for role in ROLES if type(rest.get(role)) in (int, str)}
+    config = apply_flags(config, shared | short, prefix="")
+    return typing.cast("AppConfig", from_mapping(rest, config))
 
 
 def _read_yaml(file: Path) -> Any:
@@ -278,8 +302,16 @@ def apply_flags(config: AppConfig, flags: Mapping[str, Any], prefix: str = "--")
     own = {}
     for name, value in flags.items():
         flag = prefix + name.replace("_", "-") if prefix else name
-        if name in ROLES:
+        if name in ROLES and isinstance(value, str) and ".." in value:
+            scaling = own.get("autoscaling", config.autoscaling)
+            own["autoscaling"] = _with_range(scaling, name, value, flag)
+            blocks[name]["replicas"] = max(1, getattr(own["autoscaling"], name).min)
+        elif name in ROLES:
             blocks[name]["replicas"] = parse_value("replicas", int, value, flag)
+            if prefix and name != "mixed":  # a number on the command line is just that
+                scaling = own.get("autoscaling", config.autoscaling)
+                fixed = replace(getattr(scaling, name), min=0, max=0)
+                own["autoscaling"] = replace(scaling, **{name: fixed})
         elif name in top:
             own[name] = parse_value(name, top[name], value, flag)
         elif name in router:
@@ -289,3 +321,49 @@ def apply_flags(config: AppConfig, flags: Mapping[str, Any], prefix: str = "--")
                 blocks[role][name] = parse_value(name, worker[name], value, flag)
     inner = {name: with_values(getattr(config, name), values) for name, values in blocks.items()}
     return replace(config, **own, **inner)
+
+
+def _with_range(scaling: ScalingConfig, role: str, text: str, path: str) -> ScalingConfig:
+    """``1..4``: from one to four workers, as they are needed."""
+    if role == "mixed":
+        raise ConfigError(f"{path}: {text!r}: mixed workers do not scale; give their number")
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
+    if ends is None:
+        raise ConfigError(f"{path}: {text!r} is neither a number nor a range like 1..4")
+    low, high = (parse_value("replicas", int, end, path) for end in ends.groups())
+    if not high or low > high:
+        raise ConfigError(f"{path}: {text!r}: the range must end at 1 or above, and not fall")
+    return replace(scaling, **{role: replace(getattr(scaling, role), min=low, max=high)})
+
+
+def settled(config: AppConfig) -> AppConfig:
+    """With objectives and first sizes of pools that scale; raises ConfigError for a budget that
+    cannot hold the smallest ones.
+    """
+    scaling, changes = config.autoscaling, {}
+    if not scaling.scales:
+        return config
+    slo = {"prefill": config.router.slo_ttft_s, "decode": config.router.slo_tpot_s}
+    pools = {
+        role: replace(pool, objective_s=pool.objective_s or slo[role])
+        for role, pool in (("prefill", scaling.prefill), ("decode", scaling.decode))
+    }
+    scaling = replace(scaling, **pools)
+    try:
+        check_budget(scaling, {role: getattr(config, role).replicas for role in pools})
+    except ValueError as error:
+        raise ConfigError(f"autoscaling.{error}") from None
+    first = {
+        role: min(max(getattr(config, role).replicas, pool.min), pool.max)
+        for role, pool in pools.items()
+        if pool.scales
+    }
+    cost = sum(
+        pools[role].devices * (first.get(role, getattr(config, role).replicas)) for role in pools
+    )
+    if scaling.budget and cost > scaling.budget:
+        first = {role: pools[role].min for role in first}
+    changes = {
+        role: replace(getattr(config, role), replicas=count) for role, count in first.items()
+    }
+    return replace(config, autoscaling=scaling, **changes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtransfer.layout import KVLayout
 from router.tracing import MISSING
-from services.config import AppConfig, ConfigError, WorkerConfig
+from services.config import ROLES, AppConfig, ConfigError, WorkerConfig
 from services.engine.config import EngineConfig
 
 MIN_POOL_BLOCKS = 1024  # of a pool whose size was not asked for
@@ -61,7 +61,7 @@ def resolve(config: AppConfig, machine: Machine, model: ModelFacts) -> AppConfig
     resolved = resolve_shared(config, machine, model)
     for role, _ in config.pools():
         resolved = resolve_worker(role, resolved, machine, model)
-    if config.prefill.replicas:
+    if config.most("prefill"):
         _check_form(resolved.prefill, resolved.decode)
     _check_memory(resolved, machine, model)
     return resolved
@@ -73,7 +73,7 @@ def resolve_shared(config: AppConfig, machine: Machine, model: ModelFacts) -> Ap
     The builder of a cluster's application may have no CUDA device, and another size than the hosts
     of the workers. What depends on these is found where each worker runs: :func:`resolve_worker`.
     """
-    p, d, m = config.prefill.replicas, config.decode.replicas, config.mixed.replicas
+    p, d, m = (config.most(role) for role in ROLES)
     if bool(p) != bool(d) or not p + m:
         raise ConfigError(
             f"prefill {p}, decode {d}, mixed {m}: needs at least one prefill and one decode worker,"
@@ -240,13 +240,14 @@ def _check_form(prefill: WorkerConfig, decode: WorkerConfig) -> None:
 def _check_memory(config: AppConfig, machine: Machine, model: ModelFacts) -> None:
     """The KV pools in main memory together must leave room for weights and the rest."""
     total = sum(
-        pool.replicas * pool.engine.kv_blocks * model.block_bytes(pool.engine)
-        for _, pool in config.pools()
+        config.most(role) * pool.engine.kv_blocks * model.block_bytes(pool.engine)
+        for role, pool in config.pools()
         if pool.engine.device == "cpu"
     )
+    total = total * config.num_workers // sum(config.most(role) for role in ROLES)
     if machine.one_host and total > 0.8 * machine.memory_bytes:
         pools = ", ".join(
-            f"{role} {pool.replicas} x {pool.engine.kv_blocks} blocks"
+            f"{role} {config.most(role)} x {pool.engine.kv_blocks} blocks"
             for role, pool in config.pools()
         )
         raise ConfigError(

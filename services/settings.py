@@ -34,10 +34,12 @@ class WorkerSettings:
     stall_s: float = 20.0
     local_prefill: bool = False
     pull_faults: str = ""
+    pace: str = ""
     metrics_host: str = ""  # where its metrics port listens; empty: on ``host``
     metrics_port: int = 0  # it, or the first free one after it; 0: any free one
     metrics_compat: str = ""  # whose names series have besides
     tracing_endpoint: str = ""
+    profile: bool = False  # it says how long its steps take, to whoever decides on the pools
 
     @property
     def ucx(self) -> UcxOptions:
@@ -76,10 +78,12 @@ def worker_settings(
         stall_s=pool.stall_s,
         local_prefill=pool.local_prefill,
         pull_faults=pool.pull_faults,
+        pace=pool.pace,
         metrics_host=metrics_host(config, host, one_host),
         metrics_port=config.metrics_port,
         metrics_compat=config.metrics_compat,
         tracing_endpoint=config.tracing_endpoint,
+        profile=config.autoscaling.scales,
     )
 
 
@@ -98,6 +102,7 @@ def router_settings(
         served_model=config.served_model_name,
         router_id=f"router-{secrets.token_hex(4)}",
         replicas=tuple((role, pool.replicas) for role, pool in config.pools()),
+        wakes=config.wakes,
         routers=config.routers,
         secret=secret,
         metrics_host=metrics_host(config, host, one_host),
