@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any, TypeVar
 
 from services.engine.config import EngineConfig
 from services.engine.engine import Runner
@@ -29,6 +30,8 @@ from services.engine.sequence import SamplingParams
 from services.model_cache import cache_dir, locked
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 VERSION = 2
 """History: 1 first; 2 files hold any "value". Bump when the same would be timed, or would compute,
@@ -141,42 +144,63 @@ def _time(runner: Runner, config: EngineConfig, chunk: int, clock: Callable[[], 
 def cached(
     key: Mapping[str, str | int], measure: Callable[[], float], folder: Path | None = None
 ) -> tuple[float, bool]:
+    """:func:`kept` for a number above zero, in the folder of token budgets unless one is named."""
+    return kept(key, measure, folder or cache_dir() / "budgets", _positive, float)
+
+
+def kept(
+    key: Mapping[str, str | int],
+    measure: Callable[[], T],
+    folder: Path,
+    parse: Callable[[Any], T],
+    show: Callable[[T], object],
+    anew: bool = False,
+) -> tuple[T, bool]:
     """What ``measure`` returned when it was first called for this key, and whether that was before.
 
-    One process of this host measures at a time: those that start together neither disturb each
-    other nor measure twice. A file that is damaged, or a folder that cannot be used, costs a line
-    in the log and the time to measure. Deleting a file lets it be measured again.
+    One process of this host measures a key at a time: those that start together neither disturb
+    each other nor measure twice. A file that is damaged, or a folder that cannot be used, costs a
+    line in the log and the time to measure. Deleting a file lets it be measured again; so does
+    ``anew``. ``show`` makes JSON of a value, ``parse`` a value of JSON, or raises ValueError,
+    KeyError or TypeError.
     """
     named = {**key, "version": VERSION}
     name = sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
-    path = (folder or cache_dir() / "budgets") / f"{name}.json"
+    path = folder / f"{name}.json"
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(path, log.info))
         except OSError as error:
             log.warning("what was measured cannot be kept, so each start measures: %s", error)
             return measure(), False
-        known = _read(path, named)
+        known = None if anew else _read(path, named, parse)
         if known is not None:
             return known, True
         value = measure()
         try:
-            _write(path, {"key": named, "value": value})
+            _write(path, {"key": named, "value": show(value)})
         except OSError as error:
             log.warning("what was measured is not kept: %s", error)
         return value, False
 
 
-def _read(path: Path, key: Mapping[str, str | int]) -> float | None:
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{value!r} is no number above zero")
+    return number
+
+
+def _read(path: Path, key: Mapping[str, str | int], parse: Callable[[Any], T]) -> T | None:
     try:
         entry = json.loads(path.read_bytes())
-        value = float(entry["value"])
-        if entry["key"] == key and math.isfinite(value) and value > 0:
+        value = parse(entry["value"])
+        if entry["key"] == key:
             return value
         reason = "it holds something else"
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         reason = repr(error)
     log.warning("%s is ignored: %s", path, reason)
     return None
