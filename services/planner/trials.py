@@ -64,7 +64,7 @@ class Case:
 
 def prompts(config: EngineConfig, shortest: int, thorough: bool = True) -> list[Case]:
     """Whole prompts, and chunks behind a context, from short ones to what fits."""
-    room = min(_room(config), config.max_model_len - 1 if thorough else SKETCHY_TOKENS)
+    room = _room(config) if thorough else min(_room(config), SKETCHY_TOKENS)
     first = min(shortest, max(1, room // 8))
     found = [Case(length) for length in _multiples(first, room, 2)]
     for chunk in (first, 4 * first, 16 * first) if thorough else (first, 2 * first):
