@@ -124,6 +124,8 @@ class Router:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for who scales the pools."""
+        if self._api is None:  # not built yet
+            return {}
         front = self._api.state.front
         failures = {f"{f.role}_failures": f.in_a_row for f in self._registry.pools.failures}
         return scaling_stats(front.dispatcher, front.ledger) | failures

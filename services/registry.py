@@ -249,6 +249,7 @@ class RegistryClient:
         self.pools = Pools()  # the same
         self._name = name
         self._version = -1
+        self._posted: Any = None  # the last plan's reference
         self._actor: Any = None
 
     def actor(self) -> Any:
@@ -293,10 +294,12 @@ class RegistryClient:
         up for one that gets lost.
         """
         try:
-            self.actor().plan.remote(plan)
+            done = ray.wait([self._posted], timeout=0)[0] if self._posted is not None else []
+            ray.get(done)  # raises what the last one came to
+            self._posted = self.actor().plan.remote(plan)
         except RayError as error:
             log.warning("the pools' targets were not passed on: %s", error)
-            self._actor = None
+            self._actor = self._posted = None
 
     async def stop(self, in_s: float) -> bool:
         """Tell all routers that the deployment ends."""
