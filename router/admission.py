@@ -15,6 +15,12 @@ from router.policy import Demand, Pair, View, candidates, choose, has_room, usab
 WINDOW = 64
 """Requests at the front of the queue that are looked at, which takes time whenever one ends."""
 
+HELD_TOKENS = 4_000_000
+"""Of prompts that wait for a worker to start: some 200 MB, however long each of them is."""
+
+WAKE_RETRY_AFTER_S = 10
+"""A worker that starts takes longer than one that is busy."""
+
 
 @dataclass(frozen=True)
 class Admitted:
@@ -67,6 +73,22 @@ def admit(
         full = QueueFull(f"{num_queued} requests are waiting already; try again")
         return full.rejects("queue_full")
     return Admitted(granted)
+
+
+def hold(num_prompt: int, num_queued: int, held_tokens: int, max_queue: int) -> QueueFull | None:
+    """None: a request may wait until there is a worker, though nobody can say yet if one could
+    serve it. ``held_tokens``: of the prompts of those that wait so.
+    """
+    if num_queued < max_queue and held_tokens + num_prompt <= HELD_TOKENS:
+        return None
+    error = QueueFull(f"{num_queued} requests wait for workers to start already; try again")
+    error.retry_after_s = WAKE_RETRY_AFTER_S
+    return error.rejects("queue_full")
+
+
+def max_context(view: View) -> int | None:
+    """Longest prompt and answer that a usable pair takes; None when there is no pair."""
+    return max((_limits(pair, view).context for pair in usable_pairs(view)), default=None)
 
 
 @dataclass(frozen=True)

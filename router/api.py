@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -47,6 +47,7 @@ from router.responses import (
     on_http_exception,
     on_request_error,
     query_seconds,
+    ready_response,
 )
 from router.scraping import Scraping, Target, Targets, exposed_router, no_targets
 from router.sse import EventStream, unless_disconnected
@@ -61,6 +62,8 @@ Discover = Callable[[], Awaitable[Iterable[WorkerCard]]]
 NO_TELEMETRY: TelemetryConfig = {
     "tracing": False, "metrics": False, "logs": False, "auto_configure": False,
 }  # fmt: skip
+Generation = TypeVar("Generation", bound=GenerationFields)
+
 MAX_CHARS_PER_TOKEN = 64  # more than any text has on average
 MAX_CONTEXT_UNKNOWN = 8192  # tokens, as long as no worker is there to say its own
 
@@ -165,19 +168,13 @@ class Front:
 
     async def chat_completions(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        fields = await self._fields(http)
-        openai_api.check_supported(fields)
-        request = openai_api.parse(ChatRequest, fields)
-        openai_api.check_generation(request, self.config)
+        request = await self._request(http, ChatRequest)
         ids = await self._encode_chat(request)
         return await self._answer(http, request, [ids])
 
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
-        fields = await self._fields(http)
-        openai_api.check_supported(fields)
-        request = openai_api.parse(CompletionRequest, fields)
-        openai_api.check_generation(request, self.config)
+        request = await self._request(http, CompletionRequest)
         if len(request.prompts) > self.config.max_prompts:
             raise BadRequest(f"prompt: at most {self.config.max_prompts} prompts", param="prompt")
         for prompt in request.prompts:
@@ -194,6 +191,14 @@ class Front:
                 raise BadRequest("prompt: has no tokens", param="prompt")
             self._check_ids(ids, "prompt")
         return await self._answer(http, request, prompts)
+
+    async def _request(self, http: Request, kind: type[Generation]) -> Generation:
+        fields = await self._fields(http)
+        self.dispatcher.door.check_place()
+        openai_api.check_supported(fields)
+        request = openai_api.parse(kind, fields)
+        openai_api.check_generation(request, self.config)
+        return request
 
     async def _answer(
         self, http: Request, request: GenerationFields, prompts: list[list[int]]
@@ -225,23 +230,10 @@ class Front:
             trace.answering(request, reply)
         recorder.tokenized(request_id, bool(request.stream), watches(reply))
         if request.stream:
-            chunks = completion.stream(
-                reply,
-                deltas,
-                request.include_usage,
-                request.usage_in_all_chunks,
-                recorder.wrote,
-            )
-            config = self.config
-            return AsgiResponse(
-                EventStream(
-                    chunks,
-                    headers,
-                    config.first_token_status_s,
-                    config.keep_alive_s,
-                    recorder.failed,
-                )
-            )
+            always, wrote, config = request.usage_in_all_chunks, recorder.wrote, self.config
+            chunks = completion.stream(reply, deltas, request.include_usage, always, wrote)
+            first_s, silent_s = config.first_token_status_s, config.keep_alive_s
+            return AsgiResponse(EventStream(chunks, headers, first_s, silent_s, recorder.failed))
 
         async def collect() -> None:
             try:
@@ -307,7 +299,7 @@ class Front:
 
     def _check_chars(self, chars: int, param: str) -> None:
         """Refuse what cannot fit before it costs the tokenizer seconds and hundreds of MB."""
-        limit = self.dispatcher.max_context() or MAX_CONTEXT_UNKNOWN
+        limit = self.dispatcher.max_context() or self.dispatcher.door.longest or MAX_CONTEXT_UNKNOWN
         if chars > limit * MAX_CHARS_PER_TOKEN:
             raise BadRequest(
                 f"{param}: {chars} characters exceed the model's maximum context length of "
@@ -337,15 +329,14 @@ class Front:
         return {"status": "ok"}
 
     async def ready(self, http: Request) -> Response:
-        """GET /ready: a pair of workers has passed a real generation, and takes requests.
+        """GET /ready: a pair of workers has passed a real generation, and takes requests. Or there
+        is none on purpose, and requests wake one up.
 
         ``?settled=SECONDS``: and at its start all workers have come, or not within that time.
         """
-        settled = query_seconds(http, "settled")
-        dispatcher = self.dispatcher
+        settled, dispatcher = query_seconds(http, "settled"), self.dispatcher
         ready = dispatcher.ready if settled is None else dispatcher.settled(settled)
-        headers = {} if ready else {"retry-after": "1"}
-        return JSONResponse({"ready": ready}, 200 if ready else 503, headers)
+        return ready_response(ready, dispatcher.asleep)
 
     async def show_version(self) -> dict[str, str]:
         """GET /version."""

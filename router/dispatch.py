@@ -16,19 +16,19 @@ one ``finally`` aborts what is open at the workers and releases the ticket.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from router import wire
-from router.admission import Admitted, admit
+from router.admission import max_context
 from router.attempt import Attempt
 from router.config import RouterSettings
+from router.door import Door
 from router.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -41,7 +41,9 @@ from router.ledger import Routing
 from router.marks import Marks
 from router.pending import DEADLINE, STOPPING, Queue
 from router.policy import Key, Pair, View, members, other_decode, usable_pairs
+from router.pools import Pools, lacking, report, targets
 from router.proof import Prover
+from router.readiness import Readiness
 from router.worker import Worker
 from router.workers import WorkerTable
 
@@ -63,21 +65,20 @@ class Dispatcher:
         discover: Callable[[], Awaitable[Iterable[wire.WorkerCard]]],
     ) -> None:
         self.config = settings.config
+        self.readiness = Readiness(settings)
         epoch = int.from_bytes(os.urandom(8), "big") | 1
         self.routing = Routing()
         self.table = WorkerTable(settings, epoch, self._changed, self.routing)
         self.prover = Prover(self.table, self._run, self._changed)
-        self.queue = Queue(self.config, self._view, self._grant)
+        self.queue = Queue(settings, self._view, self._grant, self._lack)
         self.counters: Counter[str] = Counter()  # requests by outcome, and retries
         self.causes: Counter[str] = Counter()  # why attempts failed, and what was done instead
+        self.door = Door(settings, self.queue, self._view, self.counters)
         self._router_id = settings.router_id
         self._discover = discover
         self._jobs: set[Job] = set()
         self._closing = False
-        self._some_pair = asyncio.Event()  # set while a pair is usable ...
-        self._no_pair_since = -math.inf  # ... and when there was none any more, in loop time
-        self._first_ready = math.inf  # when there was one for the first time
-        self._was_complete = False
+        self._pools = Pools()
         self.wanted = settings.replicas  # workers by role; Serve may say others meanwhile
         self.wanted_routers = settings.routers  # the same
         self._turn = 0
@@ -108,7 +109,8 @@ class Dispatcher:
         return bool(usable_pairs(self._view()))
 
     def settled(self, patience_s: float) -> bool:
-        """Ready, and once there were all workers that were asked for, or not within a time.
+        """Ready, and once there were all workers that were asked for, or not within a time. Or
+        asleep.
 
         For who decides when a new deployment takes its share beside an old one: with one pair of
         many it could not carry it. ``patience_s`` counts from the first moment of being ready; who
@@ -116,11 +118,35 @@ class Dispatcher:
         """
         view = self._view()
         pairs = usable_pairs(view)
+        if not pairs:
+            return self.asleep
         there = Counter(view.workers[key].role for key in members(pairs))
-        if pairs and all(there[role] >= number for role, number in self.wanted):
-            self._was_complete = True
-        waited_s = asyncio.get_running_loop().time() - self._first_ready
-        return bool(pairs) and (self._was_complete or waited_s >= patience_s)
+        return self.readiness.settled(there, self.targets, patience_s)
+
+    @property
+    def asleep(self) -> bool:
+        """Nothing is ready, on purpose: a request waits until workers have started for it."""
+        return not self.ready and self.readiness.asleep(self._pools)
+
+    @property
+    def pools(self) -> Pools:
+        """What is wanted of pools that scale, and how starting workers goes."""
+        return self._pools
+
+    @pools.setter
+    def pools(self, pools: Pools) -> None:
+        for one in pools.new_failures(self._pools):
+            log.error(
+                "a %s worker did not start (%s, %s, %d in a row): %s",
+                one.role, one.worker, one.reason, one.in_a_row, one.message,
+            )  # fmt: skip
+        self._pools = pools
+        self.readiness.told(pools)
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Workers that there should be, by role."""
+        return targets(self.wanted, self._pools)
 
     @property
     def num_jobs(self) -> int:
@@ -139,6 +165,7 @@ class Dispatcher:
         return {
             "router_id": self._router_id,
             "workers": self.table.state(),
+            **report(self._pools, self.targets, self.table.conditions(), time.time()),
             "pairs": self.prover.state(),
             "requests": {
                 "running": len(self._jobs) - len(self.queue),
@@ -151,14 +178,7 @@ class Dispatcher:
 
     def max_context(self) -> int | None:
         """Longest prompt and answer that a usable pair takes; None when there is no pair."""
-        view = self._view()
-        return max(
-            (
-                min(view.workers[key].max_model_len for key in (pair.prefill, pair.decode) if key)
-                for pair in usable_pairs(view)
-            ),
-            default=None,
-        )
+        return max_context(self._view())
 
     async def generate(
         self, request: GenRequest, marks: Marks | None = None
@@ -166,19 +186,10 @@ class Dispatcher:
         """The answer, as it is made. Raises RequestError; closing it early cancels everywhere, and
         so does throwing Enough into it. What happens when goes to ``marks``.
         """
-        await self._wait_for_comeback()
-        verdict = admit(
-            len(request.ids),
-            request.max_tokens,
-            self._view(),
-            len(self.queue),
-            self.config.max_queue,
-        )
-        if not isinstance(verdict, Admitted):
-            self.counters["refused"] += 1
-            raise verdict
+        await self.readiness.comeback()
+        max_tokens = self.door.enter(request)
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_s
-        job = Job(request, verdict.max_tokens, deadline, marks=marks)
+        job = Job(request, max_tokens, deadline, marks=marks)
         running = self._run(job)
         outcome = "cancelled"
         try:
@@ -188,11 +199,12 @@ class Dispatcher:
         except Enough:
             outcome = "finished"
         except Exception:
-            outcome = "failed"
+            outcome = "failed" if job.let_in else "refused"
             raise
         finally:
             await running.aclose()
             self.counters[outcome] += 1
+            self.door.asked.ended(len(job.delivered))
             log.debug(
                 "request %s (%s): %s, %d and %d tokens, %d attempts",
                 job.id.hex(), request.label, outcome, len(request.ids), len(job.delivered),
@@ -323,13 +335,9 @@ class Dispatcher:
             "to go on" if recompute else "as no prefill worker is there",
         )  # fmt: skip
 
-    async def _wait_for_comeback(self) -> None:
-        """Wait for a usable pair if there was one a moment ago: it may only be reconnecting."""
-        if self._some_pair.is_set():
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._no_pair_since + self.config.comeback_s):
-                await self._some_pair.wait()
+    def _lack(self) -> str:
+        there = {worker.card.role for worker in self.table.workers.values() if worker.usable}
+        return lacking(there, self._pools)
 
     def _view(self) -> View:
         return self.table.view(self.prover.proven)
@@ -342,12 +350,7 @@ class Dispatcher:
             if job.failed:
                 job.forgive(self._is_usable)
         self.prover.refresh()
-        if self.ready:
-            self._first_ready = min(self._first_ready, asyncio.get_running_loop().time())
-            self._some_pair.set()
-        elif self._some_pair.is_set():
-            self._some_pair.clear()
-            self._no_pair_since = asyncio.get_running_loop().time()
+        self.readiness.looked(self.ready)
         self.queue.serve()
 
     def _is_usable(self, key: Key) -> bool:

@@ -83,7 +83,7 @@ class Job:
     def __init__(
         self,
         request: GenRequest,
-        max_tokens: int,
+        max_tokens: int | None,
         deadline: float,
         only: Pair | None = None,
         marks: Marks | None = None,
@@ -92,7 +92,10 @@ class Job:
         self.marks = marks or Marks()
         self.only = only  # a proof: on this pair or not at all, past the queue
         self.id = os.urandom(16)
-        self.sampling = replace(request.sampling, max_tokens=max_tokens)
+        self.sampling = request.sampling
+        self.let_in = False  # as long as no worker is there that says what it can serve
+        if max_tokens is not None:
+            self.admit(max_tokens)
         self.deadline = deadline  # loop time
         self.delivered: list[int] = []
         self.finish = ""
@@ -107,16 +110,26 @@ class Job:
         self.cached_tokens = 0
         self.pulled_bytes = 0
 
+    def admit(self, max_tokens: int) -> None:
+        """It can be served, with so many tokens at most."""
+        self.sampling = replace(self.request.sampling, max_tokens=max_tokens)
+        self.let_in = True
+
     @property
     def ids(self) -> bytes:
         """Prompt and delivered tokens, packed."""
         return pack_ids((*self.request.ids, *self.delivered))
 
     @property
+    def num_tokens(self) -> int:
+        """Of the prompt, and delivered."""
+        return len(self.request.ids) + len(self.delivered)
+
+    @property
     def demand(self) -> Demand:
         """What is left to do, for the policy."""
         return Demand(
-            num_tokens=len(self.request.ids) + len(self.delivered),
+            num_tokens=self.num_tokens,
             max_tokens=self.sampling.max_tokens - len(self.delivered),
             avoid=self.avoid,
             recompute=self.in_flight or bool(self.delivered),

@@ -28,7 +28,7 @@ from router.dispatch import Dispatcher
 from router.ledger import Ledger
 from router.loop_lag import LoopLag
 from router.observation import STATUSES, error_type
-from router.worker import Worker
+from router.pools import REASONS, SCALED, START_REASONS
 
 Key = tuple[str, ...]
 
@@ -51,6 +51,8 @@ FAILOVERS = [("ticket reused",), ("recompute",), ("local prefill",)]
 LOSSES = list(
     product(ROLES, ("closed", "silent", "unread", "protocol", "stalled", "dead"))
 )  # as ``Link.close_kind`` says, or the worker itself
+RESIZES = list(product(SCALED, ("up", "down"), REASONS))
+START_FAILURES = list(product(ROLES, START_REASONS))
 
 
 class RouterMetrics(Collector):
@@ -78,6 +80,7 @@ class RouterMetrics(Collector):
         yield from self._times()
         yield from self._routing()
         yield from self._workers()
+        yield from self._pools()
         yield histogram(
             "baton_event_loop_lag_seconds",
             "How late the event loop runs what is due",
@@ -237,11 +240,9 @@ class RouterMetrics(Collector):
 
     def _workers(self) -> Iterator[Metric]:
         table = self._dispatcher.table
-        workers: list[Worker] = list(table.workers.copy().values())
         found: Counter[Key] = Counter()
-        for worker in workers:
-            state = worker.condition
-            found[worker.card.role, state if state in STATES else "draining"] += 1
+        for (role, state), number in table.conditions().items():
+            found[role, state if state in STATES else "draining"] += number
         yield self._gauge(
             "baton_workers",
             "Workers as this router sees them",
@@ -249,17 +250,34 @@ class RouterMetrics(Collector):
             counts_of(found, product(ROLES, STATES)),
         )
         replicas: dict[Key, float] = {}
-        wanted = dict(self._dispatcher.wanted)
+        wanted, most = self._dispatcher.targets, self._dispatcher.pools.most
         for role in ROLES:
             replicas[role, "actual"] = table.registered[role]
             replicas[role, "target"] = wanted.get(role, 0)
+            replicas |= {(role, "max"): most[role]} if role in most else {}
         # How many there are, only who sees all of them can tell: rules count targets.
         replicas["router", "target"] = self._dispatcher.wanted_routers
         yield self._gauge(
             "baton_autoscale_replicas",
-            "Workers that are registered, and workers and routers that there should be",
+            "Workers that are registered, that there should be and may be; routers that should be",
             ("role", "kind"),
             replicas,
+        )
+
+    def _pools(self) -> Iterator[Metric]:
+        """Every router is told the same by who decides, and says the same."""
+        pools = self._dispatcher.pools
+        yield self._counter(
+            "baton_autoscale_decisions_total",
+            "Changes of a pool's target since the deployment began, as each router says",
+            ("role", "direction", "reason"),
+            counts_of(dict(pools.decisions), RESIZES),
+        )
+        yield self._counter(
+            "baton_worker_start_failures_total",
+            "Workers that did not start since the deployment began, as each router says",
+            ("role", "reason"),
+            counts_of(dict(pools.start_failures), START_FAILURES),
         )
 
 

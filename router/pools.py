@@ -6,9 +6,9 @@ and tells in turn what was asked of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from router.dispatch import Dispatcher
@@ -41,6 +41,7 @@ class Pools:
     """What the deployment wants of its pools, and how starting workers goes."""
 
     targets: Mapping[str, int] = field(default_factory=dict)  # by role, of pools that scale
+    most: Mapping[str, int] = field(default_factory=dict)  # as many as there may be, the same
     reasons: Mapping[str, str] = field(default_factory=dict)  # value of a label, by role
     words: Mapping[str, str] = field(default_factory=dict)  # the same as a sentence
     # Changes of a target by (role, direction, reason) since the deployment began; direction: up or
@@ -66,6 +67,50 @@ class Pools:
     def new_failures(self, before: Pools) -> tuple[StartFailure, ...]:
         """Those that were not known ``before``."""
         return tuple(failure for failure in self.failures if failure not in before.failures)
+
+
+def targets(wanted: Iterable[tuple[str, int]], pools: Pools) -> dict[str, int]:
+    """Workers that there should be, by role. ``wanted``: of pools whose size is fixed."""
+    return {**dict(wanted), **pools.targets}
+
+
+def lacking(there: Collection[str], pools: Pools) -> str:
+    """What is missing, of which there is no pair. ``there``: roles of workers that take work."""
+    missing = " and ".join(f"no {role} worker" for role in SCALED if role not in there)
+    said = f"{missing} has started" if missing else "no prefill and decode workers are proven yet"
+    for failure in pools.failing:
+        said += f"; {failure.role} workers have failed to start {failure.in_a_row} times in a row"
+    return said
+
+
+def report(
+    pools: Pools, wanted: Mapping[str, int], actual: Mapping[tuple[str, str], int], now: float
+) -> dict[str, Any]:
+    """For ``GET /internal/state``. ``actual``: workers by role and state; ``now``: time of day."""
+    roles = [*wanted, *sorted({role for role, _ in actual} - set(wanted))]
+    return {
+        "pools": {
+            role: {
+                "target": wanted.get(role, 0),
+                "actual": {state: n for (its, state), n in sorted(actual.items()) if its == role},
+                "scales": role in pools.targets,
+                "reason": pools.reasons.get(role, ""),
+                "words": pools.words.get(role, ""),
+            }
+            for role in roles
+        },
+        "start_failures": [
+            {
+                "role": failure.role,
+                "worker": failure.worker,
+                "reason": failure.reason,
+                "message": failure.message,
+                "in_a_row": failure.in_a_row,
+                "seconds_ago": round(max(0.0, now - failure.at), 1),
+            }
+            for failure in pools.failures
+        ],
+    }
 
 
 @dataclass
@@ -100,7 +145,7 @@ def scaling_stats(dispatcher: Dispatcher, ledger: Ledger) -> dict[str, float]:
 
     The last three are as of now, the others grow from its start.
     """
-    asked, verdicts = dispatcher.asked, ledger.verdicts
+    asked, verdicts = dispatcher.door.asked, ledger.verdicts
     waiting = dispatcher.queue.waiting()
     return {
         "requests": float(asked.requests),

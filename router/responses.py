@@ -14,6 +14,7 @@ from router.errors import BadRequest, RequestError, as_request_error
 from router.observe import note_failure
 
 REQUEST_ID = b"x-request-id"
+RETRY_SOON = {"retry-after": "1"}
 
 
 class AsgiResponse(Response):
@@ -31,6 +32,13 @@ class AsgiResponse(Response):
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
     """An error as the whole response."""
     return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+def ready_response(ready: bool, asleep: bool) -> JSONResponse:
+    """Of ``GET /ready``: a router that can wake workers up takes requests as well."""
+    if asleep:
+        return JSONResponse({"ready": True, "asleep": True})
+    return JSONResponse({"ready": ready}, 200 if ready else 503, {} if ready else RETRY_SOON)
 
 
 def one_request_id(send: Send) -> Send:

@@ -101,6 +101,11 @@ class WorkerTable:
         """One entry per worker, for ``GET /internal/state``."""
         return [worker.report() for worker in self.workers.values()]
 
+    def conditions(self) -> Counter[tuple[str, str]]:
+        """How many workers there are by role and state. Any thread may ask."""
+        workers = list(self.workers.copy().values())
+        return Counter((worker.card.role, worker.condition) for worker in workers)
+
     def tick(self) -> None:
         """To be called a few times a second: renew leases, notice engines that hang."""
         now = asyncio.get_running_loop().time()

@@ -36,7 +36,7 @@ def test_settled_after_a_while_with_what_there_is() -> None:
         async with serving(p, d, replicas=TWO_DECODERS) as dispatcher:
             assert not dispatcher.settled(LONG_S)
             assert dispatcher.settled(0), "no patience"
-            dispatcher._first_ready -= LONG_S  # it was an hour ago
+            dispatcher.readiness.first_at -= LONG_S  # it was an hour ago
             assert dispatcher.settled(LONG_S)
 
     run(scenario)

@@ -1,0 +1,65 @@
+"""Where requests come in: whether each may wait for a pair of workers, and what was asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from router.admission import Admitted, admit, hold, max_context
+from router.config import RouterSettings
+from router.errors import BadRequest, QueueFull, RequestError
+from router.job import GenRequest
+from router.pending import Queue
+from router.policy import View, usable_pairs
+from router.pools import Asked
+
+
+class Door:
+    """``counters`` counts the refused ones."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        queue: Queue,
+        view: Callable[[], View],
+        counters: Counter[str],
+    ) -> None:
+        self.asked = Asked()
+        self._max_queue = settings.config.max_queue
+        self._wakes = settings.wakes
+        self._queue = queue
+        self._view = view
+        self._counters = counters
+        self.longest: int | None = None  # prompt and answer that the last pairs could hold
+
+    def check_place(self) -> None:
+        """Raise QueueFull if even the shortest request would find no place where requests wait for
+        a worker to start: before anything is done for it.
+        """
+        if self._wakes and not usable_pairs(self._view()):
+            self._raise(self._hold(0))
+
+    def enter(self, request: GenRequest) -> int | None:
+        """The most tokens that its answer may have; None: it may wait until there is a worker that
+        could say so. Raises RequestError.
+        """
+        num, view = len(request.ids), self._view()
+        verdict: Admitted | RequestError | None
+        if self._wakes and not usable_pairs(view):
+            verdict = self._hold(num)
+        else:
+            self.longest = max_context(view) or self.longest
+            verdict = admit(num, request.max_tokens, view, len(self._queue), self._max_queue)
+        if not isinstance(verdict, BadRequest):
+            # What waits unseen may be longer than what can be served, and would count for a lot.
+            self.asked.arrived(min(num, self.longest or num))
+        self._raise(verdict)
+        return verdict.max_tokens if isinstance(verdict, Admitted) else None
+
+    def _hold(self, num_prompt: int) -> QueueFull | None:
+        return hold(num_prompt, len(self._queue), self._queue.held_tokens, self._max_queue)
+
+    def _raise(self, verdict: Admitted | RequestError | None) -> None:
+        if isinstance(verdict, RequestError):
+            self._counters["refused"] += 1
+            raise verdict
