@@ -25,6 +25,7 @@ from services.engine.config import EngineConfig
 from services.fetch import ALIASES, DEFAULT_MODEL, fetch
 from services.machine import calm_openmp
 from services.model_cache import FetchError
+from services.planner.command import ProfileOptions, run_profile
 
 WRONG_USE = 2
 
@@ -75,8 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return run_doctor(DoctorOptions(need=args.need, json=args.json, config=args.config))
     if args.command == "loadtest":
         return _run_loadtest(args)
-    flags = {k: v for k, v in vars(args).items() if k not in ("command", "config")}
+    own = {"command", "config", *(field.name for field in fields(ProfileOptions))}
+    flags = {k: v for k, v in vars(args).items() if k not in own}
     config = load(getattr(args, "config", None), flags)
+    if args.command == "profile":
+        return run_profile(config, _of(ProfileOptions, args))
     if args.command == "local":
         if config.autoscaling.scales:
             raise ConfigError("baton local does not scale its pools; give numbers, or baton serve")
@@ -94,20 +98,23 @@ def _run_loadtest(args: argparse.Namespace) -> int:
     """A run, a search, a comparison, or a report of a run that is over."""
     from loadtest import command
 
-    def of(cls: type[Any]) -> Any:
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in vars(args).items() if name in names})
-
-    server, workload, options = of(ServerOptions), of(WorkloadOptions), of(RunOptions)
+    server, workload = _of(ServerOptions, args), _of(WorkloadOptions, args)
+    options = _of(RunOptions, args)
     try:
         if args.what == "report":
             return command.run_report(args.folder, workload.slo)
         if args.what == "compare":
-            compare = of(CompareOptions)
+            compare = _of(CompareOptions, args)
             return command.run_compare(args.targets, server, workload, options, compare)
         return command.run_loadtest(server, workload, options)
     except command.LoadTestError as error:
         fail(str(error))
+
+
+def _of(cls: type[Any], args: argparse.Namespace) -> Any:
+    """A dataclass of the flags that were given."""
+    names = {field.name for field in fields(cls)}
+    return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def fail(message: str) -> NoReturn:
@@ -147,6 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_leave(commands)
     _add_doctor(commands)
     _add_loadtest(commands)
+    _add_profile(commands)
     text = "download, check and convert a model into the cache"
     command = commands.add_parser("fetch", help=text, description=text)
     command.add_argument(
@@ -257,6 +265,20 @@ def _add_loadtest(commands: Any) -> None:
     report.set_defaults(what="report")
     report.add_argument("folder", metavar="FOLDER", help="of a run")
     report.add_argument("--slo", metavar="TEXT", help=field_notes(WorkloadOptions)["slo"])
+
+
+def _add_profile(commands: Any) -> None:
+    text = "time the steps of a deployment's workers on this machine, for its autoscaling"
+    command = commands.add_parser(
+        "profile",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}: each point, the time model that comes closest,"
+        " and what one worker can do by it. Takes the flags of baton serve, wants an idle machine;"
+        " docs/scaling.md explains what it finds.",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_fields(command.add_argument_group("profile"), ProfileOptions, typed=True)
+    _add_flags(command)
 
 
 def _add_flags(command: argparse.ArgumentParser) -> None:

@@ -9,15 +9,15 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.region import Region
-from services.budget import budget_key, with_budgets
+from services.budget import budget_key
 from services.engine.compiled import compile_all
+from services.engine.engine import Runner
 from services.engine.runner import ModelRunner
 from services.load_model import load_model
 from services.measure import kept
@@ -37,23 +37,25 @@ QUICK_S = 8.0  # of a worker that starts, about
 
 def profile_of(
     settings: WorkerSettings,
-    runner: ModelRunner,
+    runner: Runner,
+    region: Region,
     limit_s: float = QUICK_S,
     folder: Path | None = None,
 ) -> Half:
     """What a worker says of its steps, for :func:`services.planner.halves.as_stats`.
 
-    Of the coefficients of a :class:`~services.planner.profile.Profile` prefill workers have the
-    ``prefill_*``, decode workers the ``decode_*``, mixed ones all. To be called before anything is
-    in the KV pool. What cannot be timed is left out, with a line in the log: that is no reason not
-    to serve.
+    ``runner`` is what computes them, into ``region``, in which nothing may be yet; the engine's
+    configuration must be complete. Of the coefficients of a
+    :class:`~services.planner.profile.Profile` prefill workers have the ``prefill_*``, decode
+    workers the ``decode_*``, mixed ones all. What cannot be timed is left out, with a line in the
+    log: that is no reason not to serve.
     """
-    settings = replace(settings, engine=with_budgets(settings, runner))
     found: dict[str, float] = {}
     kinds = kinds_of(settings.role)
     for kind in kinds:
         try:
-            found |= half_of(kind, settings, runner, limit_s / len(kinds), folder=folder).half
+            share_s = limit_s / len(kinds)
+            found |= half_of(kind, settings, runner, region, share_s, folder=folder).half
         except (FitError, TrialError) as error:
             log.warning("%s: no profile: %s", settings.worker_id, error)
     return found
@@ -62,19 +64,24 @@ def profile_of(
 def half_of(
     kind: str,
     settings: WorkerSettings,
-    runner: ModelRunner,
+    runner: Runner,
+    region: Region,
     limit_s: float,
     thorough: bool = False,
     progress: Progress = lambda *_: None,
     folder: Path | None = None,
 ) -> Fit:
-    """The fit of one ``kind`` of steps, as timed earlier or now; ``thorough``: now, whatever is
-    kept, and kept for others. The engine's configuration must be complete.
+    """The fit of one ``kind`` of steps, as timed earlier or now. ``thorough``: now, over more
+    points, whatever is kept; and kept for others.
 
     Of the processes of this host that want to, one times at a time. Raises FitError, TrialError.
     """
     folder = folder or cache_dir() / "profiles"
-    measure = functools.partial(_measure, kind, settings, runner, limit_s, thorough, progress)
+
+    def measure() -> Fit:
+        trials = Trials(settings.engine, runner, functools.partial(_fill, region))
+        return fit(kind, trials.points(kind, limit_s, thorough, progress))
+
     found, known = kept(
         profile_key(kind, settings),
         lambda: _alone(folder, measure),
@@ -84,12 +91,11 @@ def half_of(
         anew=thorough,
     )
     log.info(
-        "%s steps: %s (%s)",
+        "%s steps: %s; error %.0f %% (%s)",
         kind,
         ", ".join(f"{name} {value:.3g} s" for name, value in found.half.items()),
-        "as timed earlier"
-        if known
-        else f"{len(found.points)} points, error {100 * found.median_error:.0f} %",
+        100 * found.median_error,
+        "as timed earlier" if known else f"timed now, {len(found.points)} points",
     )
     return found
 
@@ -106,6 +112,7 @@ def profile_key(kind: str, settings: WorkerSettings) -> dict[str, str | int]:
         "kv_blocks": config.kv_blocks,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "pace": settings.pace,
     }
 
 
@@ -129,18 +136,6 @@ def build_runner(settings: WorkerSettings) -> ModelRunner:
     if config.device == "cpu":
         compile_all()
     return ModelRunner(model, region, epoch=1)
-
-
-def _measure(
-    kind: str,
-    settings: WorkerSettings,
-    runner: ModelRunner,
-    limit_s: float,
-    thorough: bool,
-    progress: Progress,
-) -> Fit:
-    trials = Trials(settings.engine, runner, functools.partial(_fill, runner.region))
-    return fit(kind, trials.points(kind, limit_s, thorough, progress))
 
 
 def _alone(folder: Path, measure: Callable[[], Fit]) -> Fit:

@@ -204,11 +204,11 @@ class Trials:
         taken: list[float] = []
         try:
             for _ in range(case.size):
-                key, ids = self._key(), [0] * (case.context + 1)
+                key, ids = self._key(), [0] * (case.context + 1)  # the last is its first token
                 if engine.reserve(key, ids[:-1]) is None:
                     raise TrialError(f"no room for {case.size} times {case.context} tokens")
                 keys.append(key)
-                engine.admit(key, ids, len(ids), ANSWER)
+                engine.admit(key, ids, case.context, ANSWER)
             for _ in range(WARM_UP + STEPS):
                 began = self._clock()
                 outputs = engine.step(began)
