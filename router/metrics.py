@@ -254,7 +254,7 @@ class RouterMetrics(Collector):
         for role in ROLES:
             replicas[role, "actual"] = table.registered[role]
             replicas[role, "target"] = wanted.get(role, 0)
-            replicas |= {(role, "max"): most[role]} if role in most else {}
+            replicas[role, "max"] = most.get(role, 0)
         # How many there are, only who sees all of them can tell: rules count targets.
         replicas["router", "target"] = self._dispatcher.wanted_routers
         yield self._gauge(

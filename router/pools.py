@@ -41,7 +41,7 @@ class Pools:
     """What the deployment wants of its pools, and how starting workers goes."""
 
     targets: Mapping[str, int] = field(default_factory=dict)  # by role, of pools that scale
-    most: Mapping[str, int] = field(default_factory=dict)  # as many as there may be, the same
+    most: Mapping[str, int] = field(default_factory=dict)  # there may be, the same
     reasons: Mapping[str, str] = field(default_factory=dict)  # value of a label, by role
     words: Mapping[str, str] = field(default_factory=dict)  # the same as a sentence
     # Changes of a target by (role, direction, reason) since the deployment began; direction: up or

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from services.dashboards.board import Board, Kind, Panel, Query, Row
 from services.dashboards.promql import (
     ENDS,
+    RATE,
     WORKERS,
     highest,
+    increase,
     mean,
     once,
     quantile,
@@ -22,6 +24,7 @@ from services.dashboards.promql import (
 SIDES = {"Prefill": 'role="prefill"', "Decode": 'role=~"decode|mixed"'}
 
 RUNNING = "baton_engine_requests"
+REPLICAS = "baton_autoscale_replicas"
 
 
 def board() -> Board:
@@ -32,7 +35,7 @@ def board() -> Board:
         says="Prefill workers on the left, decode and mixed workers on the right.",
         by_replica=True,
         rows=(
-            Row("Workers", (*_workers(), *_replicas())),
+            Row("Workers", (*_workers(), *_targets(), *_changes(), *_replicas())),
             Row("Work", (*_requests(), *_busy(), *_tokens())),
             Row("Steps", (*_steps(), *_batches(), *_first_wait())),
             Row("Memory", (*_blocks(), *_usage(), *_prefix(), *_preemptions())),
@@ -68,18 +71,62 @@ def _workers() -> tuple[Panel, ...]:
     )  # fmt: skip
 
 
+def _targets() -> tuple[Panel, ...]:
+    return _sides(
+        "actual and target",
+        "How many workers are registered, and how many there should be: what the configuration "
+        "says, or who scales the pool. Above what is there for long: no place is found for "
+        "workers, or they do not start.",
+        "The same. Where it moves against the prefill pool's, the load has moved from prompts to "
+        "answers, or back.",
+        lambda role: (
+            Query(once(series(REPLICAS, role, 'kind="actual"'), "role"), "{{role}}"),
+            Query(
+                once(series(REPLICAS, role, 'kind="target"'), "role"), "{{role}} target",
+                dashed=True,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _changes() -> tuple[Panel, ...]:
+    return _sides(
+        "changes of the target",
+        "Of a pool that scales, by why; /internal/state has the latest reason in words. Limits and "
+        "budget: it could not have what it needs.",
+        "The same. Many changes in a short time: raise down_after_s or cooldown_s.",
+        lambda role: (
+            Query(
+                total(
+                    once(
+                        increase("baton_autoscale_decisions_total", role, over=RATE),
+                        "role", "direction", "reason",
+                    ),
+                    "reason",
+                ),
+                "{{reason}}",
+            ),
+        ),
+        kind=Kind.STACKED,
+    )  # fmt: skip
+
+
 def _replicas() -> tuple[Panel, ...]:
     return (
         Panel(
-            "Replicas, actual and target",
-            "How many workers are registered, and how many there should be.",
+            "Starts that failed",
+            "Workers that did not start: exception, which /internal/state tells; or died, which is "
+            "when nothing more was heard of one that was starting, as of one that was killed for "
+            "its memory.",
             (
                 Query(
-                    once(series("baton_autoscale_replicas", 'role!="router"'), "role", "kind"),
-                    "{{role}} {{kind}}",
+                    once(
+                        increase("baton_worker_start_failures_total", over=RATE), "role", "reason"
+                    ),
+                    "{{role}} {{reason}}",
                 ),
             ),
-            height=7,
+            Kind.STACKED, height=7,
         ),
         Panel(
             "Ready prefill workers per decode worker",

@@ -135,14 +135,8 @@ def workers_of_two_models() -> list[dict[str, str]]:
     [
         ("baton-pools", "Decode: workers", {'{state="ready"}': 7}),
         ("baton-pools", "Prefill: workers", {'{state="ready"}': 3}),
-        (
-            "baton-pools", "Replicas, actual and target",
-            {
-                '{role="decode", kind="actual"}': 6,
-                '{role="mixed", kind="actual"}': 1,
-                '{role="prefill", kind="actual"}': 3,
-            },
-        ),
+        ("baton-pools", "Decode: actual and target", {'{role="decode"}': 6, '{role="mixed"}': 1}),
+        ("baton-pools", "Prefill: actual and target", {'{role="prefill"}': 3}),
         (
             "baton-router", "Workers by state",
             {
@@ -167,6 +161,32 @@ def test_a_lost_worker_is_counted_once_whatever_routers_saw_it(tmp_path: Path) -
     ]
     lost = {'{role="decode", reason="closed"}': 0.1, '{role="decode", reason="dead"}': 0.1}
     shows(tmp_path, expr("baton-router", "Workers lost"), series, lost)
+
+
+def test_a_change_that_all_routers_tell_of_is_counted_once(tmp_path: Path) -> None:
+    series = [
+        grows(
+            "baton_autoscale_decisions_total", number,
+            role="prefill", direction=direction, reason="load", instance=router,
+        )
+        for router in ("r1", "r2")
+        for direction, number in (("up", 2), ("down", 1))
+    ]  # fmt: skip
+    changes = {'{reason="load"}': 15}  # in five minutes
+    shows(tmp_path, expr("baton-pools", "Prefill: changes of the target"), series, changes)
+
+
+def test_starts_that_failed_are_counted_once(tmp_path: Path) -> None:
+    series = [
+        grows("baton_worker_start_failures_total", 1, role="decode", reason=why, instance=router)
+        for router in ("r1", "r2")
+        for why in ("died", "exception")
+    ]
+    failed = {
+        '{role="decode", reason="died"}': 5,
+        '{role="decode", reason="exception"}': 5,
+    }
+    shows(tmp_path, expr("baton-pools", "Starts that failed"), series, failed)
 
 
 def test_routers_that_answer_and_that_should_be(tmp_path: Path) -> None:
