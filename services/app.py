@@ -29,7 +29,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from router import wire
-from router.pools import scaling_stats
+from router.pools import SCALED, scaling_stats
 from services.config import AppConfig, from_yaml, settled
 from services.fetch import fetch, pinned
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
@@ -127,7 +127,9 @@ class Router:
         if self._api is None:  # not built yet
             return {}
         front = self._api.state.front
-        failures = {f"{f.role}_failures": f.in_a_row for f in self._registry.pools.failures}
+        failed = {failure.role: failure.in_a_row for failure in self._registry.pools.failures}
+        # Each name each time: Serve keeps the last value of one that is not said any more.
+        failures = {f"{role}_failures": float(failed.get(role, 0)) for role in SCALED}
         return scaling_stats(front.dispatcher, front.ledger) | failures
 
     async def _discover(self) -> list[wire.WorkerCard]:
@@ -205,7 +207,11 @@ class WorkerReplica:
             raise RuntimeError(f"{self._worker.settings.worker_id} was drained and has left")
 
     async def __del__(self) -> None:
-        """Called by Serve before it ends the replica: scale-down, rollout, shutdown."""
+        """Called by Serve before it ends the replica: scale-down, rollout, shutdown. Also when it
+        has not started, or could not: then there is nobody to wait for.
+        """
+        if not hasattr(self, "_heart"):
+            return
         await self._worker.drain(self._drain_s)
         await self._worker.close()
         await self._heart
@@ -218,19 +224,22 @@ async def _announced(registry: RegistryClient, role: str) -> AsyncIterator[None]
 
     async def live() -> None:
         while True:
-            await registry.starting(name, role)
             await asyncio.sleep(HEARTBEAT_S)
+            await registry.starting(name, role)
 
+    # Before anything else: imports take seconds in which nothing can be said.
+    await registry.starting(name, role)
     alive = asyncio.create_task(live())
     try:
         yield
     except Exception as error:
+        alive.cancel()  # else it might say once more that it starts
         log.exception("a %s worker could not start", role)
         await registry.failed(name, role, f"{type(error).__name__}: {error}")
         raise
     finally:
         alive.cancel()
-    await registry.started(name)
+    await registry.started(name, role)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -12,17 +12,18 @@ for the id. The first who asks creates the actor.
 
 It also passes on, to all routers at once, that the deployment is about to stop, how large its pools
 are to be, and why workers do not start. One that dies while it starts cannot say so: it is missed.
+The sizes of pools are said again and again; what is known of failed starts, routers bring back.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -35,12 +36,22 @@ from router.scraping import Target, worker_targets
 NAMESPACE = "baton"
 EXPIRE_S = 5.0  # without a heartbeat
 START_EXPIRE_S = 15.0  # the same for one that starts: its threads are busy, and so are others'
+UNWANTED_S = 2.0  # a replica that is not wanted any more may still say so late that it starts
 DIED = "nothing more was heard of it while it started: was its process killed, for its memory?"
 HEARTBEAT_S = 1.0
 CALL_TIMEOUT_S = 10.0  # a call to an actor that restarts may take this long, then it is repeated
 LENGTH_BYTES = 4  # before a frame's body
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Start:
+    """A worker that starts; moments of the table's clock."""
+
+    role: str
+    began_at: float
+    heard_at: float = 0.0
 
 
 class Table:
@@ -51,12 +62,15 @@ class Table:
         self._expire_s = expire_s
         self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # card, load, when
         self._routers: dict[str, tuple[dict[str, Any], float]] = {}  # fields of a Target, when
-        self._starting: dict[str, tuple[str, float]] = {}  # by name: role, when it was last heard
+        self._starting: dict[str, _Start] = {}  # by name
         self._failures: dict[str, StartFailure] = {}  # the latest of each role
         self._start_failures: Counter[tuple[str, str]] = Counter()  # by role and reason
+        self._recalled: dict[tuple[str, str], int] = {}  # of them, those before a restart
+        self._has_started: set[str] = set()  # roles of which a worker has, since a restart
+        self._lowered: dict[str, float] = {}  # by role: when its target last fell
         self.plan: dict[str, Any] = {}  # fields of Pools, as who scales the pools says
         # Starts anywhere: a reader that still has a version of before a restart must not match.
-        self.version = int.from_bytes(os.urandom(6))
+        self.version = self._first_version = int.from_bytes(os.urandom(6))
 
     def heartbeat(self, worker_id: str, card: bytes, load: bytes) -> bool:
         """Keep what a worker says; True if its card is new."""
@@ -88,11 +102,13 @@ class Table:
 
     def starting(self, name: str, role: str) -> None:
         """A worker that starts is alive; ``name`` is that of this start."""
-        self._starting[name] = (role, self._clock())
+        now = self._clock()
+        self._starting.setdefault(name, _Start(role, now)).heard_at = now
 
-    def started(self, name: str) -> bool:
+    def started(self, name: str, role: str) -> bool:
         """It takes work: those of its role can start."""
-        role, _ = self._starting.pop(name, ("", 0.0))
+        self._starting.pop(name, None)
+        self._has_started.add(role)
         return self._changed(self._failures.pop(role, None) is not None)
 
     def failed(self, name: str, role: str, message: str, reason: str = "exception") -> bool:
@@ -104,30 +120,49 @@ class Table:
         self._start_failures[role, reason] += 1
         return self._changed(True)
 
+    def recall(self, version: int, pools: Pools) -> bool:
+        """What a reader with ``version`` knows of failed starts; True if it was forgotten here."""
+        if not pools.start_failures or self._first_version <= version <= self.version:
+            return False
+        forgotten = {
+            key: count
+            for key, count in pools.start_failures.items()
+            if count > self._recalled.get(key, 0)
+        }
+        self._recalled.update(forgotten)
+        for failure in pools.failures:
+            if failure.role not in self._has_started:
+                self._failures.setdefault(failure.role, failure)
+        return self._changed(bool(forgotten))
+
     def pools(self) -> dict[str, Any]:
         """Fields of Pools."""
-        failures = tuple(self._failures.values())
-        return {**self.plan, "failures": failures, "start_failures": dict(self._start_failures)}
+        return {
+            **self.plan,
+            "failures": tuple(self._failures.values()),
+            "start_failures": dict(self._start_failures + Counter(self._recalled)),
+        }
 
     def tell(self, plan: dict[str, Any]) -> bool:
         """How large the pools are to be; True if that has changed."""
-        news = plan["targets"] != self.plan.get("targets")
+        before, targets = self.plan.get("targets", {}), plan["targets"]
+        for role, target in targets.items():
+            if target < before.get(role, 0):
+                self._lowered[role] = self._clock()
         self.plan = plan
-        return self._changed(news)
+        return self._changed(targets != before)
 
     def _miss_starting(self) -> bool:
-        """Who is not heard of any more while it starts has died, or was not wanted any more."""
+        """Who is not heard of any more while it starts has died, unless it was not wanted any more:
+        when a pool shrinks, those that start are the first to go.
+        """
         oldest = self._clock() - max(START_EXPIRE_S, 3 * self._expire_s)
-        missed = [(n, role) for n, (role, when) in self._starting.items() if when < oldest]
-        for name, role in missed:
+        missed = {name: start for name, start in self._starting.items() if start.heard_at < oldest}
+        for name, start in missed.items():
             del self._starting[name]
-            if self._num_here(role) < self.plan.get("targets", {}).get(role, sys.maxsize):
-                self.failed(name, role, DIED, "died")
+            if self._lowered.get(start.role, -math.inf) < start.began_at - UNWANTED_S:
+                self.failed(name, start.role, DIED, "died")
         return bool(missed)
-
-    def _num_here(self, role: str) -> int:
-        starting = sum(role == its for its, _ in self._starting.values())
-        return starting + sum(_card(card).role == role for card, _, _ in self._entries.values())
 
     def reports(self) -> list[tuple[bytes, bytes]]:
         """(card, load) of each worker, as they came."""
@@ -169,9 +204,9 @@ class RegistryActor:
         """A worker starts, and lives."""
         self._table.starting(name, role)
 
-    async def started(self, name: str) -> None:
+    async def started(self, name: str, role: str) -> None:
         """It has started."""
-        self._tell(self._table.started(name))
+        self._tell(self._table.started(name, role))
 
     async def failed(self, name: str, role: str, message: str) -> None:
         """It could not."""
@@ -195,15 +230,21 @@ class RegistryActor:
         return await self.cards(), self._table.routers()
 
     async def wait(
-        self, version: int, timeout_s: float, router: dict[str, Any] | None = None
+        self,
+        version: int,
+        timeout_s: float,
+        router: dict[str, Any] | None = None,
+        pools: Pools | None = None,
     ) -> tuple[int, list[bytes], float | None, dict[str, Any]]:
         """The cards, their version, the seconds until all stops (None: it does not) and the fields
         of Pools, as soon as the version is another one than ``version``, or after ``timeout_s``.
 
-        ``router``: the fields of the asking router's Target.
+        ``router``: the fields of the asking router's Target; ``pools``: what it was told last.
         """
         if router is not None:
             self._table.present(router)
+        if pools is not None:
+            self._tell(self._table.recall(version, pools))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._expire() and self._table.version == version:
@@ -281,9 +322,9 @@ class RegistryClient:
         """Say that a worker starts, again and again until it has."""
         return await self._try("starting", name, role) is not None
 
-    async def started(self, name: str) -> bool:
+    async def started(self, name: str, role: str) -> bool:
         """Say that it has started."""
-        return await self._try("started", name) is not None
+        return await self._try("started", name, role) is not None
 
     async def failed(self, name: str, role: str, message: str) -> bool:
         """Say why it could not."""
@@ -313,7 +354,7 @@ class RegistryClient:
         ``router``: the one that asks, where it wants to be found.
         """
         who = None if router is None else asdict(router)
-        answer = await self._try("wait", self._version, patience_s, who)
+        answer = await self._try("wait", self._version, patience_s, who, self.pools)
         if answer is None:
             return []
         self._version, frames, self.stops_in_s, pools = answer[0]
