@@ -164,15 +164,14 @@ class Signals:
 
     def _note_profile(self, role: str) -> None:
         """The median of this role's workers: of the other role they know as well, second best."""
-        told = [
-            worker.stats
-            for (its, _), worker in self._workers.items()
-            if its == role and all(name in worker.stats for name in PROFILE)
-        ]
-        for name in PROFILE if told else ():
-            plain = name.removeprefix("profile_")
-            if plain.startswith(role) or plain not in self._profile:
-                self._profile[plain] = median(each[name] for each in told)
+        told = [worker.stats for (its, _), worker in self._workers.items() if its == role]
+        for name in PROFILE:
+            plain, values = (
+                name.removeprefix("profile_"),
+                [each[name] for each in told if name in each],
+            )
+            if values and (plain.startswith(role) or plain not in self._profile):
+                self._profile[plain] = median(values)
 
     def _mean_answer(self, routers: list[_Router]) -> float:
         ended = sum(router.grown("answers", 2 * LONG_S) for router in routers)
