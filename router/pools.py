@@ -91,7 +91,7 @@ def report(
     return {
         "pools": {
             role: {
-                "target": wanted.get(role, 0),
+                "target": wanted.get(role),  # None: nobody has said
                 "actual": {state: n for (its, state), n in sorted(actual.items()) if its == role},
                 "scales": role in pools.targets,
                 "reason": pools.reasons.get(role, ""),

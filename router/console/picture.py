@@ -16,6 +16,7 @@ OF_A_WORKER = (
     "flops", "bytes", "busy_s", "peak_flops", "peak_bytes",
 )  # fmt: skip
 """Of an entry of ``GET /internal/state``."""
+LONGEST_MESSAGE = 200  # characters of why a worker did not start; the state has all of it
 
 State = Callable[[], dict[str, Any]]
 
@@ -36,4 +37,8 @@ def picture(settings: RouterSettings, state: dict[str, Any], in_flight: int) -> 
         "slo": {"ttft": config.slo_ttft_s, "tpot": config.slo_tpot_s},
         "requests": {"in_flight": in_flight, "queued": state["requests"]["queued"]},
         "workers": [{name: entry[name] for name in OF_A_WORKER} for entry in state["workers"]],
+        "pools": state["pools"],
+        "start_failures": [
+            {**one, "message": one["message"][:LONGEST_MESSAGE]} for one in state["start_failures"]
+        ],
     }

@@ -23,8 +23,10 @@ export class Workers {
         this.rows.delete(name);
       }
     }
+    const { pools = {}, start_failures: failures = [] } = this.model.router || {};
     for (const role of Object.keys(NAMES)) {
-      this.pool(role, workers.filter((worker) => worker.role === role));
+      const failed = failures.find((one) => one.role === role);
+      this.pool(role, workers.filter((worker) => worker.role === role), pools[role], failed);
     }
     for (const worker of workers) this.worker(worker);
   }
@@ -33,18 +35,19 @@ export class Workers {
     for (const row of this.rows.values()) row.spark.draw();
   }
 
-  pool(role, workers) {
+  /** ``wanted``: what there should be, and why; ``failed``: the latest start that did. */
+  pool(role, workers, wanted, failed) {
     let head = this.heads.get(role);
-    if (!workers.length) {
+    if (!workers.length && !wanted?.target && !wanted?.scales && !failed) {
       if (head) head.element.remove();
       this.heads.delete(role);
       return;
     }
     if (!head) {
-      const text = make("span");
+      const [text, why, bad] = [make("span"), make("p", { class: "why" }), make("p", { class: "why bad" })];
       const element = make("div", { class: "pool", "data-role": role },
-        make("h3", {}, make("b", {}, NAMES[role]), text));
-      head = { element, text };
+        make("h3", {}, make("b", {}, NAMES[role]), text), why, bad);
+      head = { element, text, why, bad };
       this.heads.set(role, head);
       const order = Object.keys(NAMES);
       const after = [...this.pools.children].find(
@@ -55,12 +58,16 @@ export class Workers {
     const rates = workers.map((worker) => this.model.rates(worker)).filter(Boolean);
     const sum = (field) => rates.reduce((all, rate) => all + rate[field], 0);
     const total = (field) => workers.reduce((all, worker) => all + worker[field], 0);
-    const words = [ready === workers.length ? `${ready} ready` : `${ready} of ${workers.length} ready`];
-    if (role !== "decode") words.push(`${amount(sum("computed"))} prompt tokens/s`);
-    if (role !== "prefill") words.push(`${amount(sum("generated"))} tokens/s`);
+    const there = workers.length;
+    const words = [!there ? "no worker" : ready === there ? `${ready} ready` : `${ready} of ${there} ready`];
+    if (wanted && wanted.target !== null && (wanted.scales || wanted.target !== there)) words.push(`target ${wanted.target}`);
+    if (there && role !== "decode") words.push(`${amount(sum("computed"))} prompt tokens/s`);
+    if (there && role !== "prefill") words.push(`${amount(sum("generated"))} tokens/s`);
     if (role !== "prefill" && sum("pulled") > 0) words.push(`KV in ${amount(sum("pulled"), "B/s")}`);
     if (role !== "decode" && total("waiting_tokens")) words.push(`${amount(total("waiting_tokens"))} tokens to compute`);
     say(head.text, words.join(" · "));
+    say(head.why, wanted?.reason ? `${wanted.reason.replace("_", " ")}: ${wanted.words}` : "");
+    say(head.bad, failed ? `${startsOf(failed.in_a_row)}: ${failed.message}` : "");
   }
 
   worker(worker) {
@@ -103,6 +110,10 @@ export class Workers {
     this.rows.set(key, row);
     return row;
   }
+}
+
+function startsOf(count) {
+  return count > 1 ? `the last ${count} starts failed` : "a start failed";
 }
 
 function sparkline(context, width, height, points, now, hue) {

@@ -316,6 +316,44 @@ def test_ids_and_names_of_any_length(browser: Browser, at: Stage) -> None:
         assert page.js("document.querySelector('.mark').clientWidth") == 24
 
 
+def test_what_pools_should_have_and_why(browser: Browser, at: Stage) -> None:
+    pools = {
+        "prefill": {
+            "target": 3, "actual": {"ready": 1}, "scales": True, "reason": "load",
+            "words": "2.4 workers compute all the time at 1.9 prompts/s",
+        },
+        "decode": {
+            "target": 0, "actual": {}, "scales": True, "reason": "start_failures",
+            "words": "3 starts have failed in a row; the next is tried later",
+        },
+        "mixed": {"target": 0, "actual": {}, "scales": False, "reason": "", "words": ""},
+    }  # fmt: skip
+    failed = {
+        "role": "decode", "worker": "decode-2", "reason": "exception", "in_a_row": 3,
+        "message": "KV pool: 40.1 GiB are wanted, 12.0 are free", "seconds_ago": 12.0,
+    }  # fmt: skip
+    events = crowd()
+    for event in events:
+        event |= {"pools": pools, "start_failures": [failed]}
+        event["workers"] = [one for one in event["workers"] if one["role"] == "prefill"]
+    with told(browser, at, events) as page:
+        for theme in ("light", "dark"):
+            page.media(prefers_color_scheme=theme)
+            page.until(f"document.documentElement.dataset.theme === '{theme}'")
+            page.shoot(PICTURES / f"scaling-{theme}.png", "#workers")
+        said = "[...document.querySelectorAll('.pool')].map(e => e.innerText.split('\\n'))"
+        prefill, decode = page.js(said)
+        assert prefill[0].startswith("Prefill")
+        head = " ".join(prefill[:2])
+        assert "1 ready · target 3" in head
+        assert "load: 2.4 workers compute all the time at 1.9 prompts/s" in prefill
+        assert "no worker · target 0" in " ".join(decode[:2])
+        assert decode[-2:] == [
+            "start failures: 3 starts have failed in a row; the next is tried later",
+            "the last 3 starts failed: KV pool: 40.1 GiB are wanted, 12.0 are free",
+        ]
+
+
 def test_many_requests(browser: Browser, at: Stage) -> None:
     """What is drawn is bounded, and where something is left out the page says so."""
     events = crowd(ended=128, live=64, in_flight=364, times=12)
