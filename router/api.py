@@ -169,7 +169,8 @@ class Front:
     async def chat_completions(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
         request = await self._request(http, ChatRequest)
-        ids = await self._encode_chat(request)
+        with self.dispatcher.door.place():
+            ids = await self._encode_chat(request)
         return await self._answer(http, request, [ids])
 
     async def completions(self, http: Request) -> Response:
@@ -180,12 +181,13 @@ class Front:
         for prompt in request.prompts:
             self._check_chars(len(prompt), "prompt")
         special = request.add_special_tokens is not False
-        prompts = await asyncio.to_thread(
-            lambda: [
-                self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
-                for prompt in request.prompts
-            ]
-        )
+        with self.dispatcher.door.place():
+            prompts = await asyncio.to_thread(
+                lambda: [
+                    self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+                    for prompt in request.prompts
+                ]
+            )
         for ids in prompts:
             if not ids:
                 raise BadRequest("prompt: has no tokens", param="prompt")
@@ -194,7 +196,6 @@ class Front:
 
     async def _request(self, http: Request, kind: type[Generation]) -> Generation:
         fields = await self._fields(http)
-        self.dispatcher.door.check_place()
         openai_api.check_supported(fields)
         request = openai_api.parse(kind, fields)
         openai_api.check_generation(request, self.config)

@@ -138,7 +138,7 @@ class Dispatcher:
         for one in pools.new_failures(self._pools):
             log.error(
                 "a %s worker did not start (%s, %s, %d in a row): %s",
-                one.role, one.worker, one.reason, one.in_a_row, one.message,
+                one.role, one.worker or "unknown", one.reason, one.in_a_row, one.message,
             )  # fmt: skip
         self._pools = pools
         self.readiness.told(pools)

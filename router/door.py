@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from router.admission import Admitted, admit, hold, max_context
 from router.config import RouterSettings
@@ -30,14 +31,23 @@ class Door:
         self._queue = queue
         self._view = view
         self._counters = counters
+        self._coming = 0  # requests for which something is done before they enter
         self.longest: int | None = None  # prompt and answer that the last pairs could hold
 
-    def check_place(self) -> None:
-        """Raise QueueFull if even the shortest request would find no place where requests wait for
-        a worker to start: before anything is done for it.
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Until the block ends, something is done for a request that will enter then.
+
+        Raises QueueFull, before that, if it would find no place where requests wait for a worker to
+        start: however many come at once, this is not done for many more than may wait.
         """
         if self._wakes and not usable_pairs(self._view()):
-            self._raise(self._hold(0))
+            self._raise(self._hold(0, self._coming))
+        self._coming += 1
+        try:
+            yield
+        finally:
+            self._coming -= 1
 
     def enter(self, request: GenRequest) -> int | None:
         """The most tokens that its answer may have; None: it may wait until there is a worker that
@@ -56,8 +66,9 @@ class Door:
         self._raise(verdict)
         return verdict.max_tokens if isinstance(verdict, Admitted) else None
 
-    def _hold(self, num_prompt: int) -> QueueFull | None:
-        return hold(num_prompt, len(self._queue), self._queue.held_tokens, self._max_queue)
+    def _hold(self, num_prompt: int, others: int = 0) -> QueueFull | None:
+        queued, held_tokens = len(self._queue) + others, self._queue.held_tokens
+        return hold(num_prompt, queued, held_tokens, self._max_queue)
 
     def _raise(self, verdict: Admitted | RequestError | None) -> None:
         if isinstance(verdict, RequestError):

@@ -118,7 +118,7 @@ class Asked:
     """What was asked of one router since it started, and answered. Only ever grows.
 
     An answer counts when it is asked for, whether it then runs, waits for a worker or finds the
-    queue full; not when it could never be given.
+    queue full; not when it could never be given, nor when it was refused unread, at zero.
     """
 
     requests: int = 0  # answers: each choice is one

@@ -42,6 +42,11 @@ class Deployment:
         """The last of the workers."""
         return self.workers[-1]
 
+    def wake(self) -> None:
+        """Workers have started."""
+        for worker in self.workers:
+            worker.registered = True
+
     async def post(self, path: str, body: object, **kwargs: Any) -> httpx2.Response:
         return await self.http.post(path, json=body, **kwargs)
 
@@ -69,15 +74,19 @@ async def deployed(
     roles: str = "PD",
     max_num_seqs: int = 8,
     tracing_endpoint: str = "",
+    wakes: bool = False,
     make: Callable[..., FakeWorker] = FakeWorker,
     **config: Any,
 ) -> AsyncIterator[Deployment]:
-    """One worker for each letter of ``roles``: P, D or M."""
+    """One worker for each letter of ``roles``: P, D or M. With ``wakes`` pools may be at zero, and
+    are, until :meth:`Deployment.wake`.
+    """
     names = {"P": "prefill", "D": "decode", "M": "mixed"}
     workers = []
     for index, letter in enumerate(roles):
         name = f"{letter}{roles[:index].count(letter)}"
         worker = make(names[letter], name, Answer(text), max_num_seqs=max_num_seqs)
+        worker.registered = not wakes
         workers.append(await worker.start())
 
     async def discover() -> list[wire.WorkerCard]:
@@ -90,6 +99,7 @@ async def deployed(
         "R",
         SECRET,
         tracing_endpoint=tracing_endpoint,
+        wakes=wakes,
     )
 
     async def targets() -> list[Target]:
@@ -107,7 +117,8 @@ async def deployed(
                 async with asyncio.timeout(10):
                     while True:
                         with contextlib.suppress(httpx2.TransportError):
-                            if (await http.get("/ready")).status_code == 200:
+                            known = "/health" if wakes else "/ready"
+                            if (await http.get(known)).status_code == 200:
                                 break
                         await asyncio.sleep(0.01)
                 front: Front = app.state.front

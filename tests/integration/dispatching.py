@@ -24,6 +24,7 @@ async def serving(
     *workers: FakeWorker,
     ready: bool = True,
     replicas: tuple[tuple[str, int], ...] = (),
+    wakes: bool = False,
     **config: object,
 ) -> AsyncIterator[Dispatcher]:
     for worker in workers:
@@ -33,7 +34,7 @@ async def serving(
         return [worker.card for worker in workers if worker.registered]
 
     router_config = RouterConfig(**config)  # type: ignore[arg-type]
-    settings = RouterSettings(router_config, "", MODEL, "R", SECRET, replicas)
+    settings = RouterSettings(router_config, "", MODEL, "R", SECRET, replicas, wakes=wakes)
     dispatcher = Dispatcher(settings, discover)
     await dispatcher.start()
     try:

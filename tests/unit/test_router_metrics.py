@@ -17,6 +17,7 @@ from router.errors import RequestError
 from router.ledger import Ledger, Objectives
 from router.metrics import RouterMetrics
 from router.observation import error_type
+from router.pools import Pools
 
 MODEL = "tiny"
 LABELS = {
@@ -44,6 +45,8 @@ LABELS = {
     "baton_workers": "role state",
     "baton_worker_losses": "role reason",
     "baton_autoscale_replicas": "role kind",
+    "baton_autoscale_decisions": "role direction reason",
+    "baton_worker_start_failures": "role reason",
     "baton_event_loop_lag_seconds": "",
     "baton_process_start_time_seconds": "",
 }
@@ -137,6 +140,34 @@ def test_the_wanted_routers_are_said_and_may_change() -> None:
     assert made.registry.get_sample_value("baton_autoscale_replicas", labels) == 3
     made._dispatcher.wanted_routers = 2
     assert made.registry.get_sample_value("baton_autoscale_replicas", labels) == 2
+
+
+def test_what_is_decided_of_pools_is_said_at_once() -> None:
+    made = metrics(replicas=(("prefill", 1), ("decode", 2)))
+
+    def value(name: str, **labels: str) -> float | None:
+        return made.registry.get_sample_value(name, {"model": MODEL, **labels})
+
+    up = {"role": "prefill", "direction": "up", "reason": "backlog"}
+    died = {"role": "decode", "reason": "died"}
+    assert value("baton_autoscale_decisions_total", **up) == 0  # before it is told of anything
+    assert value("baton_worker_start_failures_total", **died) == 0
+    assert value("baton_autoscale_replicas", role="prefill", kind="max") == 0
+    made._dispatcher.pools = Pools(
+        targets={"prefill": 3},
+        most={"prefill": 4},
+        decisions={("prefill", "up", "backlog"): 2, ("prefill", "up", "new"): 1},
+        start_failures={("decode", "died"): 5},
+    )
+    for role, kind, number in (
+        ("prefill", "target", 3), ("decode", "target", 2), ("prefill", "max", 4),
+        ("decode", "max", 0),
+    ):  # fmt: skip
+        assert value("baton_autoscale_replicas", role=role, kind=kind) == number, (role, kind)
+    assert value("baton_autoscale_decisions_total", **up) == 2
+    assert value("baton_autoscale_decisions_total", **up | {"reason": "new"}) == 1
+    assert value("baton_autoscale_decisions_total", **up | {"role": "decode"}) == 0
+    assert value("baton_worker_start_failures_total", **died) == 5
 
 
 def test_a_router_says_when_it_began() -> None:
