@@ -82,23 +82,29 @@ def batches(config: EngineConfig, thorough: bool = True) -> list[Case]:
     blocks = config.kv_blocks - 1
     if not thorough:
         blocks = min(blocks, SKETCHY_TOKENS // config.block_size)
-    longest = min(_room(config), blocks * config.block_size) - WARM_UP - STEPS
+    longest = min(_room(config), blocks * config.block_size - 1) - WARM_UP - STEPS
+    shortest = max(1, min(CONTEXT, longest // 4))
     most = min(_seats(config), config.token_budget)
-    found = [
-        Case(batch, context)
-        for batch in _multiples(1, most, 2 if thorough else 8)
-        for context in _multiples(max(1, min(CONTEXT, longest // 4)), longest, 4)
-        if blocks_of("decode", Case(batch, context), config) <= blocks
-    ]
+    for more, longer in ((2, 4),) if thorough else ((8, 8), (2, 4)):
+        found = [
+            Case(batch, context)
+            for batch in _multiples(1, most, more)
+            for context in _multiples(shortest, longest, longer)
+            if blocks_of("decode", Case(batch, context), config) <= blocks
+        ]
+        if len(found) > FEWEST:
+            break
     return sorted(found, key=lambda case: case.work)
 
 
 def blocks_of(kind: str, case: Case, config: EngineConfig) -> int:
-    """Blocks that a case takes; of a batch, with one for each that has to be free as well."""
+    """Blocks that a case takes; of a batch, with one for each but the last that reserves: who comes
+    later leaves them one to grow.
+    """
     if kind == "prefill":
         return -(-(case.size + case.context) // config.block_size)
     tokens = case.context + WARM_UP + STEPS + 1
-    return case.size * (-(-tokens // config.block_size) + 1)
+    return case.size * (-(-tokens // config.block_size) + 1) - 1
 
 
 def _room(config: EngineConfig) -> int:
@@ -173,6 +179,8 @@ class Trials:
     def _shortest(self, limit_s: float) -> int:
         """Tokens of the shortest prompt; fewer where the model is very slow."""
         look = Case(min(LOOK, _room(self._config)))
+        if look.size < 1:
+            return LENGTH  # nothing fits
         engine = self._engine(blocks_of("prefill", look, self._config))
         self._prompt(engine, look)
         (took,) = self._prompt(engine, look)
@@ -186,11 +194,11 @@ class Trials:
         key, ids = self._key(), [0] * (case.size + case.context)
         if case.context and engine.reserve(key, ids[: case.context]) is None:
             raise TrialError(f"no room for {len(ids)} tokens")
-        began = self._clock()
         if case.context:
             engine.admit(key, ids, len(ids), PROMPT)
         else:
             engine.add(key, ids, len(ids), PROMPT)
+        began = self._clock()
         while not (outputs := engine.step(began)):
             if engine.stalled:
                 raise TrialError(f"no room for {len(ids)} tokens")
