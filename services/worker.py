@@ -41,12 +41,15 @@ from services.engine.compiled import compile_all
 from services.engine.engine import Engine
 from services.engine.footprint import num_bytes
 from services.engine.meter import StepMeter
+from services.engine.pace import PacedRunner, parse_pace
 from services.engine.runner import ModelRunner
 from services.engine_loop import EngineLoop
 from services.load_model import load_model
 from services.machine import give_way
 from services.metrics import Sources, registry_of
 from services.outbox import Outbox, Peer
+from services.planner.halves import as_stats
+from services.planner.profiling import profile_of
 from services.prefill import PrefillService
 from services.roles import LAST_PULLS_S, Roles, ends_sequences
 from services.settings import WorkerSettings
@@ -89,6 +92,7 @@ class Worker:
         self._closing: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()  # or there is nothing that could be
         self._hung = ""
+        self.profile: dict[str, float] = {}  # how long its steps take, as it reports it
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -170,7 +174,12 @@ class Worker:
         # Both are timed while nothing else runs here.
         costs = model.step_costs(self.region.kv.element_size())
         self._tallies = WorkerTallies(StepMeter(costs.of, machine_ceilings(config)))
-        self.engine = Engine(with_budgets(settings, runner), runner)
+        pace = parse_pace(settings.pace)
+        steps = runner if pace is None else PacedRunner(runner, pace)
+        settings = replace(settings, engine=with_budgets(settings, runner))
+        if settings.profile:
+            self.profile = as_stats(profile_of(settings, steps, self.region))
+        self.engine = Engine(settings.engine, steps)
         self._build_roles(transport, shape.vocab_size)
         runner.pause = self._loop.pause
 

@@ -32,7 +32,7 @@ ALLOWED = {
 """Longest matching prefix of the importing module decides."""
 
 HEAVY = {
-    "ray": {"services/app.py", "services/leave.py", "services/registry.py"},
+    "ray": {f"services/{name}.py" for name in ("app", "leave", "own_ray", "registry")},
     "nixl": {"kvtransfer/nixl_agent.py"},
     "nixl_cu12": {"kvtransfer/nixl_agent.py"},
     "fastapi": {"router/api.py"},
@@ -88,6 +88,16 @@ PURE = [
     "services/engine/roofline.py",
     "services/engine/meter.py",
     "services/engine/config.py",
+    "services/planner/config.py",
+    "services/planner/demand.py",
+    "services/planner/fit.py",
+    "services/planner/halves.py",
+    "services/planner/observation.py",
+    "services/planner/planner.py",
+    "services/planner/profile.py",
+    "services/planner/reports.py",
+    "services/planner/signals.py",
+    "services/planner/words.py",
     "services/engine/model_config.py",
     "services/doctor/findings.py",
     *(
