@@ -24,7 +24,7 @@ class RouterConfig:
     max_bypass: int = 16  # later requests that may overtake one that waits for more room
     queue_timeout_s: float = 60.0  # longest wait for a pair, then 429
     comeback_s: float = 1.5  # how long requests wait for workers that were lost to come back
-    wake_timeout_s: float = 120.0  # the same where pools may be at zero: for one that starts
+    wake_timeout_s: float = 120.0  # how long requests wait for a worker to start, at zero
     request_timeout_s: float = 600.0  # from arrival to the last token, then 504
     first_token_status_s: float = 10.0  # a stream's status line waits so long for the first token
     keep_alive_s: float = 15.0  # silence in a stream after which a comment is sent; 0: never

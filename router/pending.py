@@ -117,7 +117,7 @@ class Queue:
             began = perf_counter()
             view = self._view()
             pairs = frozenset(usable_pairs(view))
-            if pairs:
+            if pairs and self._wakes:
                 self._let_in(view)
             usable = pairs, frozenset(key for key, w in view.workers.items() if w.usable)
             if usable != self._usable:
