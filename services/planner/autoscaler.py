@@ -102,6 +102,7 @@ class Planner:
         self._publish(
             {
                 "targets": {role: self._targets[role] for role in self._scaled()},
+                "most": {role: getattr(self.config, role).max for role in self._scaled()},
                 "reasons": {role: getattr(decision, role).reason for role in self._scaled()},
                 "words": {role: getattr(decision, role).words for role in self._scaled()},
                 "decisions": dict(self._changes),
