@@ -1,27 +1,30 @@
 """How many workers a load needs by the profile, were they all there (pure).
 
-Prompts are served by the pool as customers by clerks: their lengths and moments are random, so a
-pool that could just do the work would let them wait for ever longer. What share waits longer than
-the objective leaves room for is taken from the M/M/c queue, with the time scaled by the spread of
-the service as in the Allen-Cunneen approximation of G/G/c. Decode workers serve all at once, the
-slower the more: there the objective bounds the batch, and Little's law says how many run.
+What arrives is measured over the longest time in which it has not changed, so that few requests do
+not look like many, and many are noticed at once. Prompts are served by the pool as customers by
+clerks: their lengths and moments are random, so a pool that could just do the work would let them
+wait for ever longer. What share waits longer than the objective leaves room for is taken from the
+M/M/c queue, with the time scaled by the spread of the service as in the Allen-Cunneen approximation
+of G/G/c. Decode workers serve all at once, the slower the more: there the objective bounds the
+batch, and Little's law says how many run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, exp, sqrt
+from math import ceil, exp, log, sqrt
 
 from services.planner.config import LARGEST_POOL
 from services.planner.observation import Observation, Window
 from services.planner.profile import Profile
 
-SURPRISE = 2.0  # standard deviations by which a short window counts against a long one
-AT_MOST = 2.0  # times the rate of now: as much as a trend is believed
-BUSIEST = 0.85  # of a prefill pool's time, however patient its clients are
-STEP_SHARE = (
-    0.85  # of the decode objective that a full batch may take: prompts' first steps come in
-)
+SURPRISE = 3.0  # standard deviations by which what came lately must differ to be another load
+TREND = 2.0  # ... by which the later half of a time must be above the earlier one to be a trend
+LEAST_S = 10.0  # what came in a shorter time counts as if it had come in this one
+AT_MOST = 2.0  # times the load of now: as much as a trend is believed
+BUSIEST = 0.9  # of a prefill pool's time, however patient its clients are
+STEP_SHARE = 0.95  # of the decode objective that a full batch may take: batches are not all alike
 SEAT_SHARE = 0.9  # of seats and blocks that are counted on
 SPREAD = 1.65  # standard deviations of how many answers run, beyond the mean: 95 % of the time
 FREE_UNTIL = 0.95  # share of blocks in use at which answers wait for each other
@@ -37,39 +40,89 @@ class Need:
     words: str
 
 
-def expected_rate(seen: Observation, ahead_s: float) -> tuple[float, bool]:
-    """Requests per second that workers started now will meet, and whether a trend says so.
+# --- what arrives ---------------------------------------------------------------------------------
 
-    A short window counts when it is more above the long one than chance explains; what the last
-    minute grew by, it is expected to grow on by.
+
+@dataclass(frozen=True)
+class Arriving:
+    """What comes per second, in tokens or requests."""
+
+    now: float
+    later: float  # when workers that are started now will be there
+    window: Window  # over which it was measured
+
+    @property
+    def grows(self) -> bool:
+        return self.later > self.now
+
+
+def arriving(
+    windows: tuple[Window, ...], ahead_s: float, amount: Callable[[Window], float], grain: float
+) -> Arriving:
+    """``windows`` end now and each is twice as long as the one before. ``amount``: what of a window
+    is counted; it comes in portions of ``grain``, by a Poisson process as far as chance goes.
     """
-    now = _rate_now(seen.short, seen.long)
-    if not (seen.long.seconds and seen.before.seconds):
-        return now, False
-    noise = sqrt(seen.long.requests + seen.before.requests) / seen.long.seconds
-    growth = seen.long.rate - seen.before.rate
-    if growth <= SURPRISE * noise:
-        return now, False
-    later = min(now + growth * ahead_s / seen.long.seconds, AT_MOST * now)
-    return max(now, later), later > now
+    known: list[Window] = []
+    for window in windows:
+        if window.seconds > (known[-1].seconds if known else 0.0):
+            known.append(window)
+    if not known:
+        return Arriving(0.0, 0.0, Window())
+    counts = [amount(window) / grain if grain > 0 else 0.0 for window in known]
+    lengths = [window.seconds for window in known]
+    place = _steady(counts, lengths)
+    now = counts[place] / max(lengths[place], LEAST_S)
+    later = now
+    if place and lengths[place] >= LEAST_S:
+        half = lengths[place - 1]
+        new = counts[place - 1]
+        old = (counts[place] - new) * half / (lengths[place] - half)
+        growth = new - old
+        if growth > TREND * sqrt(new + old):
+            ahead = 0.5 + min(ahead_s, half) / half  # from the middle of the later half on
+            later = min(new + growth * ahead, AT_MOST * new) / half
+    return Arriving(now * grain, max(now, later) * grain, known[place])
 
 
-def _rate_now(short: Window, long: Window) -> float:
-    expected = long.rate * short.seconds
-    if short.requests > expected + SURPRISE * sqrt(max(1.0, expected)):
-        return short.rate
-    if short.requests < expected - 2 * SURPRISE * sqrt(max(1.0, expected)):
-        return short.rate  # it has ended; fewer workers are a matter of patience, not of noise
-    return long.rate
+def _steady(counts: list[float], lengths: list[float]) -> int:
+    """Which of the windows is the longest within which nothing has changed."""
+    place = len(counts) - 1
+    while place:
+        surprises = [
+            _surprise(counts[part], lengths[part], counts[place], lengths[place])
+            for part in range(place)
+        ]
+        largest = max(surprises)
+        if largest <= SURPRISE:
+            break
+        place = surprises.index(largest)
+    return place
 
 
-def mean_prompt(seen: Observation) -> tuple[float, float]:
-    """Tokens to compute of the mean prompt, and the mean of their squares."""
-    window = seen.long if seen.long.requests else seen.short
-    if not window.requests:
-        return 0.0, 0.0
-    mean = window.prompt_tokens / window.requests
-    return mean, max(mean**2, window.prompt_squares / window.requests)
+def _surprise(part: float, part_s: float, whole: float, whole_s: float) -> float:
+    """By how many standard deviations the end of a time differs from the rest of it: the square
+    root of twice the logarithm of the likelihood ratio of Poisson processes.
+    """
+    rest, rest_s = max(0.0, whole - part), whole_s - part_s
+    if whole <= 0 or rest_s <= 0:
+        return 0.0
+    mean = whole / whole_s
+    ratio = sum(n * log(n / s / mean) for n, s in ((part, part_s), (rest, rest_s)) if n > 0)
+    return sqrt(max(0.0, 2 * ratio))
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def mean_prompt(windows: tuple[Window, ...]) -> tuple[float, float]:
+    """Tokens to compute of the mean prompt, and the mean of their squares, over the longest time
+    that is known.
+    """
+    for window in reversed(windows):
+        if window.requests > 0:
+            mean = window.prompt_tokens / window.requests
+            return mean, max(mean**2, window.prompt_squares / window.requests)
+    return 0.0, 0.0
 
 
 def prefill_need(
@@ -80,31 +133,48 @@ def prefill_need(
     more: float = 1.0,
 ) -> Need:
     """Of the prefill pool; ``more``: for so many times the load."""
-    ahead_s = seen.prefill.start_s
-    rate, grows = expected_rate(seen, ahead_s)
-    mean, squares = mean_prompt(seen)
-    service_s = profile.prefill_s(mean) if mean else 0.0
-    spread_s = profile.prefill_s(sqrt(squares)) - service_s  # of one deviation, about
-    load = more * rate * service_s
-    patience_s = max(objective_s - service_s - 2 * spread_s, objective_s / 10)
+    ahead_s = seen.prefill.start_s + seen.late_s
+    mean, squares = mean_prompt(seen.lately)
+    grain = squares / mean if mean else 1.0  # a token is likely to come with so many
+    tokens = arriving(seen.lately, ahead_s, lambda window: window.prompt_tokens, grain)
+    mean, squares = (
+        mean_prompt((tokens.window,)) if tokens.window.requests >= 1 else (mean, squares)
+    )
+    each_s = profile.prefill_s(mean) + profile.prefill_pair * (squares - mean**2) / 2
+    token_s = each_s / mean if mean else profile.prefill_token
+    load = more * tokens.later * token_s
+    spread_s = profile.prefill_s(sqrt(squares)) - profile.prefill_s(mean)  # of one deviation, about
+    patience_s = max(objective_s - each_s - 2 * spread_s, objective_s / 10)
     variation = squares / mean**2 if mean else 1.0  # 1 + the squared coefficient of variation
-    workers = _clerks(load, service_s * variation / 2, patience_s, (1 - attainment) / 2)
+    workers = _clerks(load, each_s * variation / 2, patience_s, (1 - attainment) / 2)
     words = (
-        f"{rate:.2f} prompts/s of {mean:.0f} tokens, {service_s:.2g} s each, keep {load:.2f}"
+        f"{tokens.later:.0f} prompt tokens/s, {each_s:.2g} s for each {mean:.0f}, keep {load:.2f}"
         " workers busy"
     )
-    backlog_s = more * seen.queued_tokens * _token_s(profile, mean)
-    left_s = backlog_s - max(0.0, seen.prefill.ready - load) * ahead_s
-    behind = ceil(load + left_s / max(objective_s, 1.0)) if left_s > objective_s else 0
+    backlog_s = more * seen.queued_tokens * token_s
+    behind = _catching_up(seen, backlog_s, load, objective_s, patience_s, ahead_s)
     if behind > workers:
         text = f"{seen.queued_tokens} tokens wait, {backlog_s:.1f} s of work"
         return Need(min(behind, LARGEST_POOL), load, "backlog", text)
-    return Need(workers, load, "trend" if grows else "load", words)
+    return Need(workers, load, "trend" if tokens.grows else "load", words)
 
 
-def _token_s(profile: Profile, mean: float) -> float:
-    """Seconds per token of prompts that are about so long."""
-    return profile.prefill_s(mean) / mean if mean else profile.prefill_token
+def _catching_up(
+    seen: Observation,
+    backlog_s: float,
+    load: float,
+    objective_s: float,
+    patience_s: float,
+    ahead_s: float,
+) -> int:
+    """Workers with which, within one objective, nobody waits any more for longer than he may:
+    ``(workers - load) objective >= backlog then - workers patience``.
+    """
+    meanwhile = (seen.prefill.ready + max(seen.prefill.ready, seen.prefill.target)) / 2
+    then_s = max(0.0, backlog_s + (load - meanwhile) * ahead_s)
+    if backlog_s <= max(1, seen.prefill.ready) * patience_s:
+        return 0
+    return ceil((then_s + load * objective_s) / (objective_s + patience_s))
 
 
 def _clerks(load: float, service_s: float, patience_s: float, late: float) -> int:
@@ -128,17 +198,21 @@ def waits(servers: int, load: float) -> float:
     return servers * blocked / (servers - load * (1 - blocked))
 
 
+# --- answers --------------------------------------------------------------------------------------
+
+
 def decode_need(seen: Observation, profile: Profile, objective_s: float, more: float = 1.0) -> Need:
     """Of the decode pool; ``more``: for so many times the load."""
-    mean_prompt_tokens, _ = mean_prompt(seen)
+    mean_prompt_tokens, _ = mean_prompt(seen.lately)
     context = max(seen.context, mean_prompt_tokens + seen.answer_tokens / 2)
     batch, bound = batch_limit(seen, profile, objective_s, context)
-    rate, grows = expected_rate(seen, seen.decode.start_s)
-    expected = rate * seen.answer_tokens * profile.decode_s(batch, context)
-    here = seen.running + seen.queued
-    runs = more * max(here, expected)
-    load = runs / batch
-    workers = min(ceil((runs + SPREAD * sqrt(expected * more)) / batch), LARGEST_POOL)
+    ahead_s = seen.decode.start_s + seen.late_s
+    answers = arriving(seen.lately, ahead_s, lambda window: window.requests, 1.0)
+    expected = answers.later * seen.answer_tokens * profile.decode_s(batch, context)
+    here = seen.running  # those that wait for a prompt's sake come when that has been computed
+    most = more * max(here, expected + SPREAD * sqrt(expected))
+    load = more * max(here, expected) / batch
+    workers = min(ceil(most / batch), LARGEST_POOL)
     words = (
         f"{max(here, expected):.1f} answers run at {context:.0f} tokens, and {batch:.0f} a worker"
         f" are as many as {bound} allows"
@@ -146,7 +220,7 @@ def decode_need(seen: Observation, profile: Profile, objective_s: float, more: f
     ready = seen.decode.ready
     if seen.kv_use >= FREE_UNTIL and ready and workers <= ready:
         return Need(ready + 1, load, "kv", f"{100 * seen.kv_use:.0f} % of the KV blocks are in use")
-    reason = "kv" if bound == "KV" else ("trend" if grows and expected > here else "load")
+    reason = "kv" if bound == "KV" else ("trend" if answers.grows and expected > here else "load")
     return Need(workers, load, reason, words)
 
 

@@ -59,6 +59,7 @@ class Observation:
     short: Window = Window()  # the last seconds
     long: Window = Window()  # the last minute
     before: Window = Window()  # the minute before that
+    lately: tuple[Window, ...] = ()  # up to now, the shortest first, each twice as long as the last
     answer_tokens: float = 0.0  # mean of the answers that have ended lately; 0: none has
     queued: int = 0  # answers that wait in routers for a pair
     queued_tokens: int = 0  # of prompts that are not computed, in routers and at prefill workers

@@ -13,7 +13,7 @@ change of direction, until ``cooldown_s`` after the last one. From none to one n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 
 from services.planner.config import PoolScaling, ScalingConfig
 from services.planner.demand import Need, decode_need, prefill_need
@@ -27,9 +27,10 @@ from services.planner.observation import (
 )
 from services.planner.profile import Profile
 
-SLACK = 1.15  # fewer workers are enough if they are for so many times the load
-FEW = 20  # judged requests below which attainment says nothing
-CORRECT_EVERY_S = 30.0  # a change must have had its effect, and a minute is looked back
+SLACK = 1.1  # fewer workers are enough if they are for so many times the load
+STALE_S = 60.0  # nothing was heard of for so long: nothing is known
+JUDGED_S = 60.0  # time that attainment looks back
+SURE = 2.0  # standard deviations by which attainment must be below what is wanted
 CORRECT_BY, FORGET_BY = 1.25, 0.95  # the correction, when objectives are missed and when met
 LARGEST_CORRECTION = 4.0
 FAILURES = 3  # starts that fail in a row, after which no more are tried for some time
@@ -51,10 +52,11 @@ class _Pool:
 def decide(
     seen: Observation, profile: Profile | None, config: ScalingConfig, past: Memory
 ) -> Decision:
-    """Both targets. Without a profile nobody knows what a load needs: pools keep their size, and
-    wake up when asked.
+    """Both targets. Without a profile nobody knows what a load needs, and without news not even
+    the load: pools keep their size, and wake up when asked.
     """
-    busy_at = seen.at if past.busy_at is None or not seen.is_idle else past.busy_at
+    quiet = seen.is_idle and seen.late_s < STALE_S
+    busy_at = past.busy_at if quiet and past.busy_at is not None else seen.at
     idle = seen.at - busy_at >= config.idle_s
     pools = [_pool(role, seen, profile, config, past) for role in ("prefill", "decode")]
     wanted = [_within_limits(pool, seen, idle) for pool in pools]
@@ -81,8 +83,11 @@ def _pool(
     own: PoolScaling = getattr(config, role)
     here: PoolSeen = getattr(seen, role)
     memory: PoolMemory = getattr(past, role)
-    if profile is None:
-        keep = Need(here.target, 0.0, "steady", "no profile says what the load needs")
+    if profile is None or seen.late_s >= STALE_S:
+        words = "no profile says what the load needs"
+        if profile is not None:
+            words = f"nothing was heard of routers for {seen.late_s:.0f} s"
+        keep = Need(here.target, 0.0, "steady", words)
         return _Pool(role, own, here, memory, keep, keep)
     here = replace(here, start_s=here.start_s or config.start_s)
     seen = replace(seen, **{role: here})
@@ -112,22 +117,31 @@ def _need(
 def _corrected(
     role: str, seen: Observation, config: ScalingConfig, memory: PoolMemory
 ) -> PoolMemory:
-    """What was measured corrects the profile, slowly, and only when the pool is as it was wanted:
-    while workers start, or wait for accelerators, objectives are missed whatever the profile says.
+    """What was measured corrects the profile, slowly, and only when the pool has been as it was
+    wanted for as long as a verdict may be old: while workers start, or wait for accelerators,
+    objectives are missed whatever the profile says.
     """
     pool: PoolSeen = getattr(seen, role)
-    share = pool.attainment
-    since = max(memory.changed_at, memory.corrected_at)
-    if share is None or seen.at - since < CORRECT_EVERY_S:
+    judged, wanted = pool.good + pool.bad, config.attainment
+    answer_s = seen.answer_tokens * config.decode.objective_s  # verdicts come with the last token
+    settled_s = JUDGED_S + answer_s + seen.late_s
+    grown_at = memory.changed_at + pool.start_s if memory.direction > 0 else memory.corrected_at
+    since = max(grown_at, memory.corrected_at)
+    if not judged or seen.at - since < settled_s:
         return memory
-    blocked = role == "prefill" and seen.queued > 0 and seen.kv_use > 0.9  # D has no room
+    missed = pool.bad - (1 - wanted) * judged
+    sure = missed > SURE * sqrt((1 - wanted) * wanted * judged)
     correction = memory.correction
-    if share < config.attainment and pool.good + pool.bad >= FEW:
-        if pool.ready >= pool.target and not blocked:
-            correction = min(correction * CORRECT_BY, LARGEST_CORRECTION)
-    else:
+    if not sure:
         correction = max(1.0, correction * FORGET_BY)
+    elif pool.ready >= pool.target and not (role == "prefill" and _is_blocked(seen)):
+        correction = min(correction * CORRECT_BY, LARGEST_CORRECTION)
     return replace(memory, correction=correction, corrected_at=seen.at)
+
+
+def _is_blocked(seen: Observation) -> bool:
+    """First tokens are late because decode workers have no room."""
+    return seen.queued > 0 and seen.kv_use > 0.9
 
 
 # --- limits and budget ----------------------------------------------------------------------------

@@ -23,11 +23,11 @@ LAPTOP = Profile(
 WORLD = World(
     profile=LAPTOP,
     prefill=EngineConfig(
-        kv_blocks=129, block_size=256, max_model_len=16384, max_num_seqs=32, token_budget=512,
+        kv_blocks=257, block_size=128, max_model_len=16384, max_num_seqs=32, token_budget=512,
         prefix_cache=False,
     ),
     decode=EngineConfig(
-        kv_blocks=129, block_size=256, max_model_len=16384, max_num_seqs=32, token_budget=512,
+        kv_blocks=257, block_size=128, max_model_len=16384, max_num_seqs=32, token_budget=512,
         prefix_cache=False,
     ),
     router=RouterConfig(slo_ttft_s=TTFT_S, slo_tpot_s=TPOT_S),

@@ -20,6 +20,7 @@ from services.planner.observation import Observation, PoolSeen, Seats, Window
 from services.planner.profile import Profile
 
 SHORT_S, LONG_S = 10.0, 60.0  # windows
+LATELY_S = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)  # the same, each twice as long as the last
 FORGET_S = 45.0  # without news; what workers were like is remembered all the same
 RECENT_STARTS = 9  # of which the median says how long a start takes
 
@@ -35,7 +36,11 @@ PROFILE = tuple(f"profile_{each.name}" for each in fields(Profile))
 ``cached_prompt_tokens``, ``kv_use``, ``seqs``, ``kv_tokens`` and ``context``.
 """
 
+HISTORY_S = max(2 * LONG_S, *LATELY_S)
+
 Stats = Mapping[str, float]
+Totals = tuple[float, ...]
+"""By counter."""
 
 
 class Signals:
@@ -109,6 +114,7 @@ class Signals:
             short=_window(routers, SHORT_S, 0.0, uncached),
             long=_window(routers, LONG_S, 0.0, uncached),
             before=_window(routers, LONG_S, LONG_S, uncached),
+            lately=tuple(_window(routers, seconds, 0.0, uncached) for seconds in LATELY_S),
             answer_tokens=self._mean_answer(routers),
             queued=round(sum(router.gauges["queued"] for router in routers)),
             queued_tokens=round(queued_tokens * uncached + waiting),
@@ -166,10 +172,8 @@ class Signals:
         """The median of this role's workers: of the other role they know as well, second best."""
         told = [worker.stats for (its, _), worker in self._workers.items() if its == role]
         for name in PROFILE:
-            plain, values = (
-                name.removeprefix("profile_"),
-                [each[name] for each in told if name in each],
-            )
+            plain = name.removeprefix("profile_")
+            values = [each[name] for each in told if name in each]
             if values and (plain.startswith(role) or plain not in self._profile):
                 self._profile[plain] = median(values)
 
@@ -194,59 +198,63 @@ class _Source:
             self._seen_at, self.heard_at = self.at, now
 
 
-@dataclass(frozen=True)
-class _Report:
-    at: float
-    totals: tuple[float, ...]  # of COUNTERS, going on over restarts
-
-
 class _Router(_Source):
     def __init__(self) -> None:
         super().__init__()
         self.gauges = {"queued": 0.0, "queued_tokens": 0.0}
-        self._last: tuple[float, ...] = (0.0,) * len(COUNTERS)
-        self._reports: deque[_Report] = deque()
+        self._last: Totals = (0.0,) * len(COUNTERS)  # as reported
+        self._times: list[float] = []  # of the reports of a while ...
+        self._totals: list[Totals] = []  # ... and their counters, going on over restarts
+        self._ago: dict[float, Totals] = {}  # looked up since the last report
 
     def add(self, at: float, stats: Stats) -> None:
         if at <= self.at:
             return
         self.at = at
         values = tuple(stats.get(name, 0.0) for name in COUNTERS)
-        if not self._reports:
-            totals = values
-        else:
+        totals = values
+        if self._totals:
             began_again = any(new < old for new, old in zip(values, self._last, strict=True))
-            before = (0.0,) * len(values) if began_again else self._last
+            last = (0.0,) * len(values) if began_again else self._last
             totals = tuple(
                 total + new - old
-                for total, new, old in zip(self._reports[-1].totals, values, before, strict=True)
+                for total, new, old in zip(self._totals[-1], values, last, strict=True)
             )
         self._last = values
         self.gauges = {name: stats.get(name, 0.0) for name in self.gauges}
-        self._reports.append(_Report(at, totals))
-        while len(self._reports) > 2 and self._reports[1].at <= at - 2 * LONG_S:
-            self._reports.popleft()
+        self._times.append(at)
+        self._totals.append(totals)
+        old = bisect_right(self._times, at - HISTORY_S) - 1
+        if old > len(self._times) // 2:
+            del self._times[:old], self._totals[:old]
+        self._ago = {}
 
     def covered(self, seconds: float, until: float = 0.0) -> float:
         """How much of a window we have reports for; it ended ``until`` seconds before the last."""
-        return min(max(0.0, self.at - until - self._reports[0].at), seconds)
+        return min(max(0.0, self.at - until - self._times[0]), seconds)
 
     def grown(self, counter: str, seconds: float, until: float = 0.0) -> float:
         """By how much, within the part of the window that is covered."""
         index = COUNTERS.index(counter)
-        end = self.at - until
-        return self._total(index, end) - self._total(index, end - seconds)
+        return self._total(until)[index] - self._total(until + seconds)[index]
 
-    def _total(self, index: int, at: float) -> float:
-        place = bisect_right(self._reports, at, key=lambda report: report.at)
+    def _total(self, ago: float) -> Totals:
+        """The counters so long before the last report."""
+        found = self._ago.get(ago)
+        if found is None:
+            found = self._ago[ago] = self._look_up(self.at - ago)
+        return found
+
+    def _look_up(self, at: float) -> Totals:
+        place = bisect_right(self._times, at)
         if place == 0:
-            return self._reports[0].totals[index]
-        before = self._reports[place - 1]
-        if place == len(self._reports):
-            return before.totals[index]
-        after = self._reports[place]
-        share = (at - before.at) / (after.at - before.at)
-        return before.totals[index] + share * (after.totals[index] - before.totals[index])
+            return self._totals[0]
+        if place == len(self._times):
+            return self._totals[-1]
+        early, late = self._times[place - 1], self._times[place]
+        share = (at - early) / (late - early)
+        pairs = zip(self._totals[place - 1], self._totals[place], strict=True)
+        return tuple(before + share * (after - before) for before, after in pairs)
 
 
 class _Worker(_Source):

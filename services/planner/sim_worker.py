@@ -136,20 +136,21 @@ class SimWorker:
         )
 
     def stats(self) -> dict[str, float]:
-        """What it tells the planner."""
+        """What it tells the planner, as ``services.planner.reports`` makes it."""
         self._catch_up()
-        config, scheduler = self.engine.config, self.engine.scheduler
-        running = scheduler.running
-        used = self.engine.pool.num_usable - self.engine.pool.num_available
+        config, scheduler, pool = self.engine.config, self.engine.scheduler, self.engine.pool
+        running = len(scheduler.running)
+        free = pool.num_available - scheduler.num_owed
+        held = pool.counts()["active"] * config.block_size
         return {
-            "running": len(self.calls),
+            "running": running + len(scheduler.waiting),
             "waiting_tokens": self.pending,
             "computed_prompt_tokens": scheduler.stats.computed_prompt_tokens,
             "cached_prompt_tokens": scheduler.stats.cached_prompt_tokens,
-            "kv_use": used / self.engine.pool.num_usable,
+            "kv_use": min(1.0, max(0.0, 1 - free / pool.num_usable)),
             "seqs": config.max_num_seqs,
-            "kv_tokens": self.engine.pool.num_usable * config.block_size,
-            "context": sum(seq.num_tokens for seq in running) / len(running) if running else 0.0,
+            "kv_tokens": pool.num_usable * config.block_size,
+            "context": held / running if running else 0.0,
         }
 
     # --- steps ---------------------------------------------------------------------------------
