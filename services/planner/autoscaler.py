@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.planner.config import PoolScaling, ScalingConfig
@@ -59,6 +59,7 @@ class Planner:
         self._failures: dict[str, int] = {}  # starts that failed in a row, by role
         self._changes: Counter[tuple[str, str, str]] = Counter()  # role, direction, reason
         self._decided_at = float("-inf")
+        self._begun = False  # pools have had the workers that they begin with
 
     def is_due(self, role: str, now: float) -> bool:
         """Whether it is time for what a deployment has to say."""
@@ -95,6 +96,9 @@ class Planner:
             ready={role: told[role].ready for role in POOLS},
             start_failures=self._failures,
         )
+        if not self._begun:  # nobody could have asked for anything: that is not to be idle
+            self._begun = all(each.ready >= min(1, each.target) for each in told.values())
+            self._memory = replace(self._memory, busy_at=None)
         decision = decide(seen, self._signals.profile, self.config, self._memory)
         self._memory = decision.memory
         for role in POOLS:
