@@ -29,7 +29,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from router import wire
-from router.pools import SCALED, scaling_stats
+from router.pools import SCALED, Pools, scaling_stats
 from services.config import AppConfig, from_yaml, settled
 from services.fetch import fetch, pinned
 from services.machine import calm_openmp, model_facts, read_secret, this_machine
@@ -80,6 +80,7 @@ class Router:
         host = "127.0.0.1" if spec.one_host else _node_ip()
         self._settings = router_settings(spec.config, folder, spec.secret, host, spec.one_host)
         self._registry = RegistryClient(spec.registry)
+        self._scales = spec.config.autoscaling.scales
         self._stop: asyncio.Task[None] | None = None
         self._api: Any = None
 
@@ -134,7 +135,10 @@ class Router:
 
     async def _discover(self) -> list[wire.WorkerCard]:
         cards = await self._registry.discover(router=self._api.state.front.target)
-        self._api.state.front.dispatcher.pools = self._registry.pools
+        pools = self._registry.pools
+        if not self._scales:  # what an earlier configuration wanted is nothing to us
+            pools = Pools(failures=pools.failures, start_failures=pools.start_failures)
+        self._api.state.front.dispatcher.pools = pools
         if self._registry.stops_in_s is not None and self._stop is None:
             self._stop = asyncio.create_task(self._end(self._registry.stops_in_s))
         return cards

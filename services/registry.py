@@ -23,7 +23,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -358,7 +358,7 @@ class RegistryClient:
         if answer is None:
             return []
         self._version, frames, self.stops_in_s, pools = answer[0]
-        self.pools = Pools(**pools)
+        self.pools = replace(self.pools, **pools)  # a registry that begins anew knows of no plan
         return [_card(frame) for frame in frames]
 
     async def reports(self) -> list[tuple[wire.WorkerCard, wire.Load]]:
