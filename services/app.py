@@ -48,7 +48,7 @@ HEALTH_TIMEOUT_S = 8.0
 DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker", "mixed": "MixedWorker"}
 # Serve's default of 2 s between looks at whether a replica has drained makes every stop that long.
 SHUTDOWN_LOOP_S = 0.1
-POLICY = "services.planner.autoscaler:Autoscaler"  # who decides on the size of pools
+POLICY = "services.planner.policy:Autoscaler"  # who decides on the size of pools
 REPORT_S = 1.0  # between two reports of a replica to Serve's controller
 LOOK_BACK_S = 10.0  # Serve keeps them so long; only the latest counts
 LAST_WORDS_S = 2.0  # for streams that were ended, to reach their clients, and for Serve to notice

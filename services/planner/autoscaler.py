@@ -131,7 +131,9 @@ _PLANNERS: dict[str, Planner] = {}
 
 
 class Autoscaler:
-    """A policy as Serve wants it: made from JSON, called with a context."""
+    """A policy as Serve wants it: made from JSON, called with a context. Serve gets at it by
+    :mod:`services.planner.policy`.
+    """
 
     def __init__(self, role: str, config: dict[str, Any], registry: str) -> None:
         from services.registry import RegistryClient
