@@ -20,7 +20,8 @@ from services.planner.observation import Observation, Window
 from services.planner.profile import Profile
 
 SURPRISE = 3.0  # standard deviations by which what came lately must differ to be another load
-TREND = 2.0  # ... by which the later half of a time must be above the earlier one to be a trend
+UNSURE = 0.2  # share of the load by which chance may bend a trend that is looked at
+GROWS = 1.05  # times the load of now, from which on a load grows
 LEAST_S = 10.0  # what came in a shorter time counts as if it had come in this one
 AT_MOST = 2.0  # times the load of now: as much as a trend is believed
 BUSIEST = 0.9  # of a prefill pool's time, however patient its clients are
@@ -53,7 +54,7 @@ class Arriving:
 
     @property
     def grows(self) -> bool:
-        return self.later > self.now
+        return self.later > GROWS * self.now
 
 
 def arriving(
@@ -72,16 +73,25 @@ def arriving(
     lengths = [window.seconds for window in known]
     place = _steady(counts, lengths)
     now = counts[place] / max(lengths[place], LEAST_S)
-    later = now
-    if place and lengths[place] >= LEAST_S:
+    ahead_s += lengths[place] / 2  # from the middle of the window on
+    later = min(now + _growth(counts, lengths, ahead_s), AT_MOST * now)
+    return Arriving(now * grain, later * grain, known[place])
+
+
+def _growth(counts: list[float], lengths: list[float], ahead_s: float) -> float:
+    """By how much the rate will have grown after ``ahead_s``. A trend shows at all scales, from the
+    halves of the longest window to those of the shortest in which it can be told from chance; after
+    a sudden change it does not.
+    """
+    found = []
+    for place in range(1, len(counts)):
         half = lengths[place - 1]
         new = counts[place - 1]
         old = (counts[place] - new) * half / (lengths[place] - half)
-        growth = new - old
-        if growth > TREND * sqrt(new + old):
-            ahead = 0.5 + min(ahead_s, half) / half  # from the middle of the later half on
-            later = min(new + growth * ahead, AT_MOST * new) / half
-    return Arriving(now * grain, max(now, later) * grain, known[place])
+        by = ahead_s / half**2  # from counts to rates, and from one middle to the moment looked at
+        if sqrt(new + old) * by <= UNSURE * counts[place] / lengths[place]:
+            found.append((new - old) * by)
+    return max(0.0, min(found, default=0.0))
 
 
 def _steady(counts: list[float], lengths: list[float]) -> int:
@@ -167,14 +177,17 @@ def _catching_up(
     patience_s: float,
     ahead_s: float,
 ) -> int:
-    """Workers with which, within one objective, nobody waits any more for longer than he may:
-    ``(workers - load) objective >= backlog then - workers patience``.
+    """Workers with which, in about the time that it takes to start them, what waits then has been
+    worked off so far that nobody waits any more for longer than he may:
+    ``(workers - load) time >= backlog then - workers patience``.
     """
+    ready = max(1, seen.prefill.ready)
+    if backlog_s <= ready * patience_s:
+        return 0
     meanwhile = (seen.prefill.ready + max(seen.prefill.ready, seen.prefill.target)) / 2
     then_s = max(0.0, backlog_s + (load - meanwhile) * ahead_s)
-    if backlog_s <= max(1, seen.prefill.ready) * patience_s:
-        return 0
-    return ceil((then_s + load * objective_s) / (objective_s + patience_s))
+    time_s = ahead_s + objective_s
+    return ceil((then_s + load * time_s) / (time_s + patience_s))
 
 
 def _clerks(load: float, service_s: float, patience_s: float, late: float) -> int:

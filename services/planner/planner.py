@@ -33,6 +33,7 @@ JUDGED_S = 60.0  # time that attainment looks back
 SURE = 2.0  # standard deviations by which attainment must be below what is wanted
 CORRECT_BY, FORGET_BY = 1.25, 0.95  # the correction, when objectives are missed and when met
 LARGEST_CORRECTION = 4.0
+LASTING = ("idle", "limits", "budget")  # reasons that are said as long as they hold
 FAILURES = 3  # starts that fail in a row, after which no more are tried for some time
 HOLD_S = (60.0, 900.0)  # that time: at first, at most; it doubles
 
@@ -236,8 +237,11 @@ def _settle(pool: _Pool, want: PoolDecision, now: float) -> tuple[PoolDecision, 
     if want.reason == "idle":
         target, watched = want.target, True  # for longer than that, nobody has asked
     if target >= seen.target or not watched:
-        reason = "steady" if want.target == seen.target else "cooldown"
-        return replace(want, target=seen.target, reason=reason), past
+        if want.target != seen.target:
+            want = replace(want, target=seen.target, reason="cooldown")
+        elif want.reason not in LASTING:
+            want = replace(want, reason="steady")
+        return want, past
     if not _may_turn(past, -1, config, now):
         return replace(want, target=seen.target, reason="cooldown"), past
     return replace(want, target=target), past
