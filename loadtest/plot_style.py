@@ -126,6 +126,18 @@ def drawing_two(title: str, height: float) -> Iterator[tuple[Figure, Axes, Axes]
         yield figure, upper, lower
 
 
+@contextmanager
+def drawing_stack(
+    title: str, ratios: Sequence[float], height: float, width: float = WIDTH
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of several plots, one above the other, with one x-axis."""
+    with rc_context(_STYLE):
+        figure = Figure((width, height))
+        axes = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+        axes[0].set_title(title)
+        yield figure, list(axes)
+
+
 def time_axis(
     axes: Axes, which: str, seconds: Floats, marks: Sequence[float] = (), unit: str = "ms"
 ) -> None:

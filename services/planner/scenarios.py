@@ -6,19 +6,21 @@ from router.config import RouterConfig
 from services.engine.config import EngineConfig
 from services.planner.config import PoolScaling, ScalingConfig
 from services.planner.profile import Profile
+from services.planner.sim_control import Reports
 from services.planner.sim_pool import World
+from services.planner.workload import Trace, bursts, draw, ramp, sine, steps, turns
 
-TTFT_S, TPOT_S = 15.0, 0.25
+TTFT_S, TPOT_S = 20.0, 0.25
 
 LAPTOP = Profile(
     prefill_step=0.05,
-    prefill_token=4e-3,
-    prefill_pair=5e-7,
+    prefill_token=6e-3,
+    prefill_pair=8e-7,
     decode_step=0.08,
     decode_seq=0.012,
     decode_pair=4e-6,
 )
-"""About a model of a few hundred million parameters on two cores."""
+"""About a model of some hundred million parameters on a core or two."""
 
 WORLD = World(
     profile=LAPTOP,
@@ -37,3 +39,23 @@ SCALING = ScalingConfig(
     prefill=PoolScaling(min=1, max=16, objective_s=TTFT_S),
     decode=PoolScaling(min=1, max=16, objective_s=TPOT_S),
 )
+
+REPORTS = {"clean": Reports(), "late": Reports(late_s=10.0), "lost": Reports(lost=0.2)}
+"""How reports get to the planner: at once, 10 s late, or four of five."""
+
+HOUR_S = 3600.0
+NAMES = ("steps", "ramp", "sine", "bursts", "shift")
+
+
+def trace(name: str, hours: float = 2.0, seed: int = 1) -> Trace:
+    """One of the loads. ``shift`` keeps its rate and turns from long prompts to long answers."""
+    span_s = hours * HOUR_S
+    if name == "shift":
+        return draw(name, span_s, lambda _: 0.8, turns(0.1, 0.9, HOUR_S), seed=seed)
+    rates = {
+        "steps": steps(0.5, 1.0, span_s / 4),
+        "ramp": ramp(0.3, 1.3, span_s),
+        "sine": sine(0.3, 1.3, HOUR_S),
+        "bursts": bursts(0.5, 0.7, every_s=1200.0, lasts_s=400.0),
+    }
+    return draw(name, span_s, rates[name], seed=seed)

@@ -4,7 +4,7 @@ Replicas report flat numbers now and then: counters since they began, and what i
 Reports may be lost, come late, twice, or in another order; replicas come, go, and begin again at
 zero. So a rate is the growth of counters between two moments, by straight lines between reports,
 each router's up to its own latest one. Who has said nothing new for ``FORGET_S`` is forgotten.
-Moments (``at``) are of the replica's clock and compared with its own only, except for ``late_s``.
+Moments (``at``) are of the replica's clock; only for ``late_s`` are they compared with another's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Signals:
     def __init__(self) -> None:
         self._routers: dict[str, _Router] = {}
         self._workers: dict[tuple[str, str], _Worker] = {}
-        self._latest: float | None = None  # report of a router; before any, the first observation
+        self._heard_at: float | None = None  # of any router; before, the first question
         self._cached = _CachedShare()
         self._starts = {role: _Starts() for role in ROLES}
         self._answer_tokens = 0.0
@@ -142,12 +142,16 @@ class Signals:
         self._workers = {k: v for k, v in self._workers.items() if now - v.heard_at <= FORGET_S}
 
     def _late_s(self, now: float) -> float:
-        """Age of the youngest report of any router; of the first question, if there was none."""
-        known = [router.at for router in self._routers.values()]
-        if self._latest is None:
-            known.append(now)
-        self._latest = max(known, default=self._latest)
-        return max(0.0, now - self._latest) if self._latest is not None else 0.0
+        """Age of the youngest report of any router. As clocks differ, no more than ``FORGET_S`` of
+        those that go on reporting; after that, how long they have been silent.
+        """
+        heard = [router.heard_at for router in self._routers.values()]
+        if self._heard_at is None:
+            heard.append(now)  # the first question
+        self._heard_at = max(heard, default=self._heard_at)
+        if self._routers:
+            return min(max(0.0, now - max(r.at for r in self._routers.values())), FORGET_S)
+        return now - (now if self._heard_at is None else self._heard_at)
 
     def _decoding(self) -> tuple[float, float, float]:
         """Answers at decode workers, their mean context, and the use of KV. What a worker can hold

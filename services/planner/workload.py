@@ -22,7 +22,7 @@ class Kind:
     prompt: float
     answer: float
     sigma: float = 0.5  # standard deviation of a length's logarithm
-    longest: float = 4.0  # times the mean; what is drawn beyond it is drawn again
+    longest: float = 2.5  # times the mean; what is drawn beyond it is drawn again
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Trace:
 
 
 PROMPTS = Kind(prompt=1200, answer=80)
-ANSWERS = Kind(prompt=300, answer=240)
+ANSWERS = Kind(prompt=300, answer=320)
 
 
 def draw(
