@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
 from services.planner.config import PoolScaling, ScalingConfig
-from services.planner.demand import Need, decode_need, prefill_need
+from services.planner.demand import DecodeLoad, Need, PrefillLoad, decode_load, prefill_load
 from services.planner.observation import (
     Decision,
     Memory,
@@ -88,31 +88,21 @@ def _pool(
         words = "no profile says what the load needs"
         if profile is not None:
             words = f"nothing was heard of routers for {seen.late_s:.0f} s"
-        keep = Need(here.target, 0.0, "steady", words)
+        keep = Need(here.target, "steady", words)
         return _Pool(role, own, here, memory, keep, keep)
     here = replace(here, start_s=here.start_s or config.start_s)
     seen = replace(seen, **{role: here})
     memory = _corrected(role, seen, config, memory)
-    up, down = (
-        _need(role, seen, profile, own, config, memory.correction * slack) for slack in (1.0, SLACK)
-    )
+    load: PrefillLoad | DecodeLoad
+    if role == "prefill":
+        load = prefill_load(seen, profile, own.objective_s, config.attainment)
+    else:
+        load = decode_load(seen, profile, own.objective_s)
+    up, down = load.need(memory.correction), load.need(memory.correction * SLACK)
     if memory.correction > 1.05 and up.workers > here.target:
         text = f"{up.words}, times {memory.correction:.2f} as objectives are missed"
         up = replace(up, reason="attainment", words=text)
     return _Pool(role, own, here, memory, up, down)
-
-
-def _need(
-    role: str,
-    seen: Observation,
-    profile: Profile,
-    pool: PoolScaling,
-    config: ScalingConfig,
-    more: float,
-) -> Need:
-    if role == "prefill":
-        return prefill_need(seen, profile, pool.objective_s, config.attainment, more)
-    return decode_need(seen, profile, pool.objective_s, more)
 
 
 def _corrected(

@@ -31,6 +31,8 @@ COUNTERS = (
 )  # fmt: skip
 """Of a router, since it began. It also says ``queued`` and ``queued_tokens``, as of now."""
 
+_INDEX = {name: index for index, name in enumerate(COUNTERS)}
+
 PROFILE = tuple(f"profile_{each.name}" for each in fields(Profile))
 """Of a worker, which also says ``running``, ``waiting_tokens``, ``computed_prompt_tokens``,
 ``cached_prompt_tokens``, ``kv_use``, ``seqs``, ``kv_tokens`` and ``context``.
@@ -239,7 +241,7 @@ class _Router(_Source):
 
     def grown(self, counter: str, seconds: float, until: float = 0.0) -> float:
         """By how much, within the part of the window that is covered."""
-        index = COUNTERS.index(counter)
+        index = _INDEX[counter]
         return self._total(until)[index] - self._total(until + seconds)[index]
 
     def _total(self, ago: float) -> Totals:
