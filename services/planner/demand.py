@@ -4,7 +4,8 @@ Prompts are served by the pool as customers by clerks: their lengths and moments
 pool that could just do the work would let them wait for ever longer. What share waits longer than
 the objective leaves room for is taken from the M/M/c queue, with the time scaled by the spread of
 the service as in the Allen-Cunneen approximation of G/G/c. Decode workers serve all at once, the
-slower the more: there the objective bounds the batch, and Little's law says how many run.
+slower the more there are: the objective bounds how many may run, and how many will is the balance
+of those that come and of those that end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from services.planner.profile import Profile
 BUSIEST = 0.9  # of a prefill pool's time, however patient its clients are
 STEP_SHARE = 0.95  # of the decode objective that a full batch may take: batches are not all alike
 SEAT_SHARE = 0.9  # of seats and blocks that are counted on
-SPREAD = 1.65  # standard deviations of how many answers run, beyond the mean: 95 % of the time
+SPREAD = 1.65  # standard deviations that the number of answers may be above its mean: 5 % of time
 FREE_UNTIL = 0.95  # share of blocks in use at which answers wait for each other
 
 
@@ -161,28 +162,52 @@ def waits(servers: int, load: float) -> float:
 class DecodeLoad:
     """What the decode pool has to do."""
 
-    here: float  # answers that run
-    expected: float  # that will
+    tokens: float  # of answers, per second
     grows: bool
+    here: float  # answers that run
     context: float  # mean tokens of one
-    batch: float  # as many as one worker may run
+    step_s: float  # of a step, whoever is in it ...
+    each_s: float  # ... and for each that is
+    batch: float  # answers that one worker may run
     bound: str  # by what: TPOT, seats or KV
     kv_use: float
     ready: int
 
     def need(self, more: float = 1.0) -> Need:
         """For so many times the load."""
-        most = more * max(self.here, self.expected + SPREAD * sqrt(self.expected))
-        workers = min(ceil(most / self.batch), LARGEST_POOL)
+        workers = max(self._sharers(more * self.tokens), self._holders(more * self.here))
         if self.kv_use >= FREE_UNTIL and self.ready and workers <= self.ready:
             text = f"{100 * self.kv_use:.0f} % of the KV blocks are in use"
             return Need(self.ready + 1, "kv", text)
-        reason = "trend" if self.grows and self.expected > self.here else "load"
         words = (
-            f"{max(self.here, self.expected):.1f} answers run at {self.context:.0f} tokens, and"
-            f" {self.batch:.0f} a worker are as many as {self.bound} allows"
+            f"{self.tokens:.0f} tokens/s of answers, of which {self.here:.0f} run at"
+            f" {self.context:.0f} tokens; {self.batch:.0f} a worker are as many as {self.bound}"
+            " allows"
         )
-        return Need(workers, "kv" if self.bound == "KV" else reason, words)
+        reason = "kv" if self.bound == "KV" else ("trend" if self.grows else "load")
+        return Need(workers, reason, words)
+
+    def _sharers(self, tokens: float) -> int:
+        """Fewest workers at which hardly ever more answers run than may. Each is the slower the
+        more there are, which makes their number negative binomial.
+        """
+        if tokens <= 0:
+            return 0
+        workers = max(1, ceil(tokens * self.each_s))
+        while workers < LARGEST_POOL:
+            idle = 1 - tokens * self.each_s / workers
+            if idle > 0:
+                mean = tokens * self.step_s / idle
+                if mean + SPREAD * sqrt(mean / idle) <= workers * self.batch:
+                    break
+            workers += 1
+        return min(workers, LARGEST_POOL)
+
+    def _holders(self, here: float) -> int:
+        """Workers for those that run, less what may be so by chance: answers that have become
+        longer are noticed by their number before the first of them ends.
+        """
+        return min(ceil(max(0.0, here - SPREAD * sqrt(here)) / self.batch), LARGEST_POOL)
 
 
 def decode_load(seen: Observation, profile: Profile, objective_s: float) -> DecodeLoad:
@@ -196,10 +221,12 @@ def decode_load(seen: Observation, profile: Profile, objective_s: float) -> Deco
     ahead_s = seen.decode.start_s + seen.late_s
     answers = arriving(windows, ahead_s, lambda window: window.requests, 1.0)
     return DecodeLoad(
-        here=seen.running,
-        expected=answers.later * seen.answer_tokens * profile.decode_s(batch, context),
+        tokens=answers.later * seen.answer_tokens,
         grows=answers.grows,
+        here=seen.running,
         context=context,
+        step_s=profile.decode_step,
+        each_s=profile.decode_seq + profile.decode_pair * context,
         batch=batch,
         bound=bound,
         kv_use=seen.kv_use,

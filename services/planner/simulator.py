@@ -8,6 +8,7 @@ and the way of reports to the planner (late, or lost). The router knows at once 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from router.admission import WINDOW, Admitted, Waiting, admit, pick
@@ -127,9 +128,8 @@ class Simulation:
             self._end(request, "queue_full")
             return
         if self._proven:  # else it is held until there is a pair
-            verdict = admit(
-                asked.prompt, asked.answer, self._view(), len(self.queue), config.max_queue
-            )
+            view = replace(self._view(), proven=frozenset([next(iter(self._proven))]))  # all alike
+            verdict = admit(asked.prompt, asked.answer, view, len(self.queue), config.max_queue)
             if not isinstance(verdict, Admitted):
                 self._end(request, verdict.rejection)
                 return
