@@ -11,7 +11,7 @@ from services.planner.profile import Profile
 
 PROMPT = 512  # tokens of the prompts, and of the contexts, that capacity is told for
 ANSWER = 128  # tokens of the answers
-MINUTE = 60.0
+LONG_S = 1e6  # of a load that does not change: chance makes nothing of it
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ def fit_text(found: Fit) -> str:
 
 
 def model_text(found: Fit) -> str:
-    """The three coefficients, and what follows for a usual step."""
+    """A line of the three coefficients, and one of what follows for usual steps."""
     step, each, pair = map(duration, found.half.values())
     if found.kind == "prefill":
         takes = found.seconds(PROMPT)
         return (
-            f"{step} for a prompt, {each} for each token, {pair} for each token before it:"
-            f" {PROMPT} tokens take {duration(takes)}, {PROMPT / takes:.0f} tokens/s"
+            f"{step} for a prompt, {each} for each token, {pair} for each token before that one\n"
+            f"  so {PROMPT} tokens take {duration(takes)}, {PROMPT / takes:.0f} tokens/s"
         )
     one, eight = found.seconds(1, PROMPT), found.seconds(8, PROMPT)
     return (
-        f"{step} for a step, {each} for each sequence, {pair} for each token before it: at a"
-        f" context of {PROMPT} a step takes {duration(one)} for one, {duration(eight)} for eight"
-        f" ({8 / eight:.0f} tokens/s)"
+        f"{step} for a step, {each} for each sequence, {pair} for each token of its context\n"
+        f"  so a step of one sequence at {PROMPT} tokens takes {duration(one)}, of eight"
+        f" {duration(eight)} ({8 / eight:.0f} tokens/s)"
     )
 
 
@@ -82,8 +82,8 @@ def prompts_per_s(profile: Profile, objectives: Objectives, tokens: int = PROMPT
     low, high = 0.0, 1 / takes
     for _ in range(30):
         rate = (low + high) / 2
-        minute = Window(MINUTE, rate * MINUTE, rate * MINUTE * tokens, rate * MINUTE * tokens**2)
-        seen = Observation(0.0, long=minute)
+        number = rate * LONG_S
+        seen = Observation(0.0, long=Window(LONG_S, number, number * tokens, number * tokens**2))
         need = prefill_need(seen, profile, objectives.ttft_s, objectives.attainment)
         low, high = (rate, high) if need.workers <= 1 else (low, rate)
     return low
