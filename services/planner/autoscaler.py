@@ -67,8 +67,11 @@ class Planner:
         return told is None or now - told.at >= self.config.interval_s / 2
 
     def tell(self, role: str, target: int, ready: int, stats: Stats, now: float) -> None:
-        """What Serve knows of a deployment; ``role`` may be "router"."""
+        """What Serve knows of a deployment; ``role`` may be "router". ``stats``: of its replicas
+        that run, those that have reported.
+        """
         self._told[role] = _Told(target, ready, now)
+        self._signals.here(role, stats)
         for name, (at, values) in stats.items():
             if role == "router":
                 self._signals.router(name, at, values)

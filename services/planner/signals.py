@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from math import exp, isfinite
 from statistics import median
@@ -71,6 +71,17 @@ class Signals:
         computed, cached = worker.add(at, stats)
         if role == "prefill":
             self._cached.add(at, computed, cached)
+
+    def here(self, role: str, names: Collection[str]) -> None:
+        """Who there is of a role, "router" included. Others have ended: what they did or had is
+        with those that are here.
+        """
+        if role == "router":
+            self._routers = {name: its for name, its in self._routers.items() if name in names}
+        else:
+            self._workers = {
+                key: its for key, its in self._workers.items() if key[0] != role or key[1] in names
+            }
 
     def observe(
         self,

@@ -11,8 +11,9 @@ import pytest
 import ray
 
 from router import wire
+from router.pools import Pools
 from router.scraping import Target
-from services.registry import LENGTH_BYTES, RegistryActor, RegistryClient, Table
+from services.registry import LENGTH_BYTES, RegistryActor, RegistryClient
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -31,6 +32,11 @@ def load(state: str = "ready") -> wire.Load:
         steps=0, computed_prompt_tokens=0, cached_prompt_tokens=0, generated_tokens=0,
         pulled_bytes=0, pulled_blocks=0, preemptions=0, failed_pulls=0, expired_leases=0,
     )  # fmt: skip
+
+
+def plan(**targets: int) -> dict[str, Any]:
+    """What who scales the pools says."""
+    return {"targets": targets, "reasons": {}, "words": {}, "decisions": {}}
 
 
 def frames(worker: wire.WorkerCard) -> tuple[bytes, bytes]:
@@ -123,9 +129,9 @@ def test_a_silent_worker_expires_and_its_reader_is_told(request: pytest.FixtureR
     actor = remote_class.options(num_cpus=0).remote(expire_s=0.5)
     try:
         ray.get(actor.heartbeat.remote(*frames(card())))
-        version, cards, _ = ray.get(actor.wait.remote(-1, 0))
+        version, cards, *_ = ray.get(actor.wait.remote(-1, 0))
         assert len(cards) == 1
-        later, cards, _ = ray.get(actor.wait.remote(version, 30))
+        later, cards, *_ = ray.get(actor.wait.remote(version, 30))
         assert later != version
         assert cards == []
     finally:
@@ -153,37 +159,71 @@ def test_what_a_killed_registry_forgot_the_next_heartbeats_bring_back(
     asyncio.run(scenario())
 
 
+def test_routers_are_told_of_targets_and_of_failed_starts_at_once(client: RegistryClient) -> None:
+    async def scenario() -> None:
+        reader = RegistryClient(client._name)
+        await reader.discover()
+        assert reader.pools == Pools()
+        news = asyncio.create_task(reader.discover(patience_s=30))
+        client.post(plan(prefill=2))
+        await asyncio.wait_for(news, 10)
+        assert reader.pools.targets == {"prefill": 2}
+        news = asyncio.create_task(reader.discover(patience_s=30))
+        assert await client.starting("start-1", "prefill")
+        assert await client.failed("start-1", "prefill", "MemoryError: all is full")
+        await asyncio.wait_for(news, 10)
+        (failure,) = reader.pools.failures
+        assert (failure.role, failure.worker, failure.reason) == ("prefill", "start-1", "exception")
+        assert (failure.message, failure.in_a_row) == ("MemoryError: all is full", 1)
+        assert reader.pools.start_failures == {("prefill", "exception"): 1}
+        assert reader.pools.targets == {"prefill": 2}
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_registry_is_told_again_what_it_knew_of_the_pools(client: RegistryClient) -> None:
+    """Targets by who decides on them, with the next decision; failed starts by routers."""
+
+    async def scenario() -> None:
+        reader = RegistryClient(client._name)
+        for name in ("start-1", "start-2"):
+            await client.failed(name, "decode", "FetchError: no such folder")
+        client.post(plan(decode=3))
+        await reader.discover()
+        known = reader.pools
+        os.kill(await client.actor().pid.remote(), signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while reader.pools.targets != {"decode": 3} or reader.pools is known:
+            assert time.monotonic() < deadline, reader.pools
+            client.post(plan(decode=3))
+            await reader.discover()
+        assert reader.pools == known
+        await client.failed("start-3", "decode", "again")
+        await reader.discover()
+        assert reader.pools.failures[0].in_a_row == 3
+        assert reader.pools.start_failures == {("decode", "exception"): 3}
+
+    asyncio.run(scenario())
+
+
+def test_plans_reach_a_registry_that_was_removed_and_made_again(client: RegistryClient) -> None:
+    async def scenario() -> None:
+        decider = RegistryClient(client._name)
+        decider.post(plan(prefill=1))
+        await client.discover()
+        ray.kill(client.actor())
+        deadline = time.monotonic() + 60
+        while client.pools.targets != {"prefill": 2}:
+            assert time.monotonic() < deadline
+            decider.post(plan(prefill=2))
+            await client.discover(patience_s=0.1)
+
+    asyncio.run(scenario())
+
+
 def test_frames_that_are_no_card_are_refused(client: RegistryClient) -> None:
     with pytest.raises(ray.exceptions.RayTaskError, match="not a worker's card"):
         ray.get(client.actor().heartbeat.remote(wire.encode(wire.Ping(1)), b""))
-
-
-def test_the_table_expires_by_its_clock() -> None:
-    now = [0.0]
-    table = Table(clock=lambda: now[0], expire_s=5)
-    version = table.version
-    assert table.heartbeat("a", b"card", b"load 1")
-    assert not table.heartbeat("a", b"card", b"load 2")  # only a card is news
-    now[0] = 4
-    table.heartbeat("b", b"card", b"load")
-    assert not table.expire()
-    now[0] = 6
-    assert table.expire()
-    assert table.reports() == [(b"card", b"load")]
-    assert table.version == version + 3
-
-
-def test_a_router_that_asks_no_more_expires_without_news_to_anybody() -> None:
-    now = [0.0]
-    table = Table(clock=lambda: now[0], expire_s=5)
-    version = table.version
-    table.present({"replica": "router-1"})
-    now[0] = 4
-    table.present({"replica": "router-2"})
-    now[0] = 6
-    assert not table.expire()
-    assert table.routers() == [{"replica": "router-2"}]
-    assert table.version == version
 
 
 def test_cards_are_wire_frames() -> None:
