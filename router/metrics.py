@@ -271,13 +271,13 @@ class RouterMetrics(Collector):
             "baton_autoscale_decisions_total",
             "Changes of a pool's target since the deployment began, as each router says",
             ("role", "direction", "reason"),
-            counts_of(dict(pools.decisions), RESIZES),
+            counts_of(pools.decisions, RESIZES),
         )
         yield self._counter(
             "baton_worker_start_failures_total",
             "Workers that did not start since the deployment began, as each router says",
             ("role", "reason"),
-            counts_of(dict(pools.start_failures), START_FAILURES),
+            counts_of(pools.start_failures, START_FAILURES),
         )
 
 

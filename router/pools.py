@@ -44,12 +44,11 @@ class Pools:
     most: Mapping[str, int] = field(default_factory=dict)  # there may be, the same
     reasons: Mapping[str, str] = field(default_factory=dict)  # value of a label, by role
     words: Mapping[str, str] = field(default_factory=dict)  # the same as a sentence
-    # Changes of a target by (role, direction, reason) since the deployment began; direction: up or
-    # down.
-    decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    # Changes of a target since the deployment began, by (role, up or down, reason).
+    decisions: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     failures: tuple[StartFailure, ...] = ()  # the latest of each role
-    # Since the deployment began, by (role, reason).
-    start_failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    # The same of starts that failed, by (role, reason).
+    start_failures: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     @property
     def at_zero(self) -> bool:
