@@ -188,6 +188,30 @@ def test_a_damaged_file_is_ignored_and_replaced(
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".lock"]
 
 
+def test_anything_can_be_kept_that_json_can_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pair(value: list[int]) -> tuple[int, int]:
+        first, second = value
+        return first, second
+
+    def keep(value: tuple[int, int] | None, anew: bool = False) -> tuple[tuple[int, int], bool]:
+        def act() -> tuple[int, int]:
+            assert value is not None, "measured once more"
+            return value
+
+        return measure.kept(KEY, act, tmp_path, pair, list, anew)
+
+    assert keep((1, 2)) == ((1, 2), False)
+    assert keep(None) == ((1, 2), True)
+    assert keep((3, 4), anew=True) == ((3, 4), False)
+    assert keep(None) == ((3, 4), True)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(file.read_text().replace("3,", ""))
+    assert keep((5, 6)) == ((5, 6), False)
+    assert f"{file} is ignored" in caplog.text
+
+
 def test_a_folder_that_cannot_be_made_costs_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
