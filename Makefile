@@ -13,7 +13,7 @@ IMAGE ?= baton:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
 	bench-engine bench-peers bench-roofline bench-observability bench-step bench-tools bench-loadtest \
-	proof dashboards observability chart image requirements clean
+	proof scaling-run dashboards observability chart image requirements clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ bench-loadtest: dev  ## the load test's figures against a server of known delays
 
 proof: dev  ## disaggregated against mixed workers on this machine: under 40 minutes, docs/performance.md
 	$(BIN)/python -m loadtest.proof $(ARGS)
+
+scaling-run: dev  ## pools that scale by themselves, as the load shifts from prompts to answers and back: 8 minutes
+	$(BIN)/python -m tests.scaling_run $(ARGS)
 
 observability: dev  ## every query of boards and rules against baton serve under Prometheus (a Debian package)
 	$(BIN)/python -m pytest --full -s tests/serve/test_prometheus.py tests/integration/test_promtool.py $(ARGS)

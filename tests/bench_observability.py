@@ -44,40 +44,46 @@ FLAGS = (
 # --- who watches ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def watchers(server: Served) -> Iterator[None]:
-    """Scraper and consoles until the block ends."""
-    stop = threading.Event()
-    seen = {"scrapes": 0, "events": 0}
+class Watchers:
+    """Scraper and consoles. They rest between two rounds, and go on where they were."""
 
-    def scraper() -> None:
-        while True:
-            for group in server.get("/internal/prometheus/targets")[1]:
+    def __init__(self, server: Served) -> None:
+        self.scrapes = self.events = 0
+        self._server = server
+        self._next_s = 0.0  # until the next scrape, while they watch
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Until the block ends."""
+        stop = threading.Event()
+        acts = (self._scrape, *[self._read_events] * CONSOLES)
+        threads = [threading.Thread(target=act, args=(stop,)) for act in acts]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _scrape(self, stop: threading.Event) -> None:
+        since = time.monotonic()
+        while not stop.wait(max(0.0, since + self._next_s - time.monotonic())):
+            for group in self._server.get("/internal/prometheus/targets")[1]:
                 for target in group["targets"]:
                     with urlopen(f"http://{target}/metrics", timeout=10) as page:
                         assert b"baton_" in page.read()
-                    seen["scrapes"] += 1
-            if stop.wait(SCRAPE_EVERY_S):
-                return
+                    self.scrapes += 1
+            since, self._next_s = since + self._next_s, SCRAPE_EVERY_S
+        self._next_s -= time.monotonic() - since
 
-    def console() -> None:
-        with urlopen(f"{server.url}/internal/events", timeout=30) as events:
+    def _read_events(self, stop: threading.Event) -> None:
+        with urlopen(f"{self._server.url}/internal/events", timeout=30) as events:
             for line in events:
-                seen["events"] += line.startswith(b"event:")
+                self.events += line.startswith(b"event:")
                 if stop.is_set():
                     return
-
-    threads = [threading.Thread(target=each) for each in (scraper, *[console] * CONSOLES)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert seen["scrapes"] >= 3, seen
-    assert seen["events"] >= CONSOLES, seen
 
 
 # --- the load ------------------------------------------------------------------------------------
@@ -86,17 +92,17 @@ def watchers(server: Served) -> Iterator[None]:
 class Side:
     """With, or without."""
 
-    def __init__(self, server: Served, switch: signal.Signals) -> None:
+    def __init__(self, server: Served, switch: signal.Signals, watchers: Watchers | None) -> None:
         self.rates: list[float] = []  # tokens per second, a round each
         self.cpu_ms: list[float] = []  # of the server, per token
-        self._server, self._switch = server, switch
+        self._server, self._switch, self._watchers = server, switch, watchers
         self._process = psutil.Process(server.process.pid)
 
     def measure(self, prompts: list[list[int]], num_tokens: int) -> None:
         """All prompts, so many at a time."""
         self._server.idle_workers()
         self._process.send_signal(self._switch)
-        with watchers(self._server) if self._switch is ON else nullcontext():
+        with self._watchers.watching() if self._watchers is not None else nullcontext():
             before, started = self._cpu_s(), time.monotonic()
             calls: list[Callable[[], int]] = [
                 partial(answer, self._server, prompt, num_tokens) for prompt in prompts
@@ -175,14 +181,16 @@ def report(watched: Side, bare: Side) -> float:
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=32, help="of each side in a round")
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    # Many short rounds: the machine's speed changes from one ten seconds to the next.
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=STREAMS, help="of each side in a round")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     args, flags = parser.parse_known_args()
     with served(*FLAGS, *flags, program=COMMAND) as server:
         until(lambda: listens(server), "it listens")  # it says so a moment before
-        watched, bare = Side(server, ON), Side(server, OFF)
-        Side(server, OFF).measure(prompts_of(0, STREAMS), 8)  # warms up
+        watchers = Watchers(server)
+        watched, bare = Side(server, ON, watchers), Side(server, OFF, None)
+        Side(server, OFF, None).measure(prompts_of(0, STREAMS), 8)  # warms up
         for run in range(1, args.rounds + 1):
             prompts = prompts_of(2 * run, args.requests), prompts_of(2 * run + 1, args.requests)
             turns = (watched, bare) if run % 2 else (bare, watched)
@@ -197,6 +205,8 @@ def main() -> int:
         address = urlsplit(server.url)
         page = scrape(str(address.hostname), int(address.port or 80))
         assert page.value("baton_generated_tokens_total") == expected, "it is not what it claims"
+        assert watchers.scrapes >= args.rounds // 2, watchers.scrapes
+        assert watchers.events >= args.rounds * CONSOLES, watchers.events
     return 0 if report(watched, bare) < LIMIT else 1
 
 
