@@ -86,11 +86,14 @@ def _steady(counts: list[float], lengths: list[float]) -> int:
 
 def _surprise(part: float, part_s: float, whole: float, whole_s: float) -> float:
     """By how many standard deviations the end of a time differs from the rest of it: the square
-    root of twice the logarithm of the likelihood ratio of Poisson processes.
+    root of twice the logarithm of the likelihood ratio of Poisson processes, corrected by half a
+    portion, as portions are whole.
     """
-    rest, rest_s = max(0.0, whole - part), whole_s - part_s
-    if whole <= 0 or rest_s <= 0:
+    if whole <= 0 or part_s >= whole_s:
         return 0.0
     mean = whole / whole_s
+    usual = mean * part_s
+    part = min(part + 0.5, usual) if part < usual else max(part - 0.5, usual)
+    rest, rest_s = max(0.0, whole - part), whole_s - part_s
     ratio = sum(n * log(n / s / mean) for n, s in ((part, part_s), (rest, rest_s)) if n > 0)
     return sqrt(max(0.0, 2 * ratio))

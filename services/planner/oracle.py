@@ -143,12 +143,14 @@ def _fewest_clerks(
         while place < len(jobs) and jobs[place].at < end:
             place += 1
         mine = jobs[here:place]
+        possible = sum(job.service_s <= objective_s for job in mine)
+        enough = min(attainment * len(mine), possible)
         for size in range(1, LARGEST):
             clerks = sorted(free)[:size] + [begin] * (size - len(free))
             heapq.heapify(clerks)
             done = [_serve(clerks, job) for job in mine]
             good = sum(first - job.at <= objective_s for first, job in zip(done, mine, strict=True))
-            if good >= attainment * len(mine):
+            if good >= enough:
                 break
         sizes.append(size)
         firsts += done

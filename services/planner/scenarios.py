@@ -29,13 +29,14 @@ WORLD = World(
         prefix_cache=False,
     ),
     decode=EngineConfig(
-        kv_blocks=257, block_size=128, max_model_len=16384, max_num_seqs=32, token_budget=512,
+        kv_blocks=513, block_size=64, max_model_len=16384, max_num_seqs=32, token_budget=512,
         prefix_cache=False,
     ),
     router=RouterConfig(slo_ttft_s=TTFT_S, slo_tpot_s=TPOT_S),
 )  # fmt: skip
 
 SCALING = ScalingConfig(
+    interval_s=5.0,
     prefill=PoolScaling(min=1, max=16, objective_s=TTFT_S),
     decode=PoolScaling(min=1, max=16, objective_s=TPOT_S),
 )

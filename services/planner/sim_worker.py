@@ -157,8 +157,8 @@ class SimWorker:
 
     def run(self, plan: Plan) -> list[int]:
         """See ``services.engine.engine.Runner``: all tokens are alike."""
-        decoding = [row for row in plan.rows if len(row.ids) == 1]
-        prompts = [row for row in plan.rows if len(row.ids) > 1]
+        decoding = [row for row in plan.rows if row.start >= row.num_prompt]
+        prompts = [row for row in plan.rows if row.start < row.num_prompt]
         profile = self.profile
         seconds = [0.0]
         if decoding:
@@ -218,8 +218,8 @@ class SimWorker:
         running = scheduler.running
         if scheduler.waiting or not running or len(running) > scheduler.token_budget:
             return 0
-        if any(seq.num_lacking != 1 for seq in running):
-            return 0
+        if any(seq.num_lacking != 1 or seq.num_generated == 0 for seq in running):
+            return 0  # prompts, though of a single token
         longest = scheduler.max_model_len
         steps = (
             min(
