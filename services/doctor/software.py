@@ -201,6 +201,7 @@ def check_model_cache(config: AppConfig) -> Finding:
         folder = cache_dir()
     except RuntimeError:  # Path.home(): a user without a name, and no HOME
         found = f"user {os.getuid()} has no home folder, and XDG_CACHE_HOME is not set"
+        mend = "set XDG_CACHE_HOME, or HOME, to a folder that this user may write to"
         return Finding("model cache", Level.FAIL, found, mend)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ import re
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
@@ -84,8 +83,9 @@ def run_trials(ways: list[Way]) -> list[Outcome]:
         error = f"no answer within {START_S + TRY_S * len(ways):.0f} s"
     except (OSError, ValueError, TypeError) as problem:
         error = str(problem)
-        if isinstance(problem, ValueError):  # no JSON: it has ended before
-            error = " ".join(done.stderr.split())[-TAIL_BYTES:] or f"exit status {done.returncode}"
+        if isinstance(problem, ValueError):  # no JSON: it has ended before, by what it says last
+            *_, last = ["", *done.stderr.splitlines()]
+            error = last[-TAIL_BYTES:] or f"exit status {done.returncode}"
     return [Outcome(f"the trial did not start: {error}", started=False)] * len(ways)
 
 
@@ -105,26 +105,25 @@ def _try(way: Way) -> Outcome:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     result, report = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        log.touch()
-        ends = [
-            context.Process(target=_quiet, args=(log, _own, way, ours)),
-            context.Process(target=_quiet, args=(log, _read, way, theirs, report)),
-        ]
+    log = os.memfd_create("log")  # there may be no folder for temporary files
+    ends = [
+        context.Process(target=_quiet, args=(log, _own, way, ours)),
+        context.Process(target=_quiet, args=(log, _read, way, theirs, report)),
+    ]
+    for end in ends:
+        end.start()
+    try:
+        outcome = _outcome(result, ends)
+    finally:
         for end in ends:
-            end.start()
-        try:
-            outcome = _outcome(result, ends)
-        finally:
-            for end in ends:
-                end.kill()
-                end.join()
-            for pipe in (ours, theirs, result, report):
-                pipe.close()
-        said = log.read_text(errors="replace")
-        error = _with_log(outcome.error, said) if outcome.error else ""
-        return Outcome(error, left_out(said), outcome.seconds)
+            end.kill()
+            end.join()
+        for pipe in (ours, theirs, result, report):
+            pipe.close()
+        said = os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
+        os.close(log)
+    error = _with_log(outcome.error, said) if outcome.error else ""
+    return Outcome(error, left_out(said), outcome.seconds)
 
 
 def _outcome(result: Connection, ends: list[Any]) -> Outcome:
@@ -153,11 +152,10 @@ def _with_log(error: str, said: str) -> str:
     return f"{error}; it said: {words}" if words else error
 
 
-def _quiet(log: Path, run: Any, *args: Any) -> None:
-    """In a forked process: what libraries print goes to ``log``."""
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def _quiet(log: int, run: Any, *args: Any) -> None:
+    """In a forked process: what libraries print goes to the file ``log``, behind what is there."""
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     run(*args)
 
 

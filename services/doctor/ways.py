@@ -11,7 +11,7 @@ from services.doctor.trial import Outcome, Way
 
 CUDA = "cuda_copy"  # without it UCX does not know GPU memory
 MEND_AS_SET = (
-    "what is in brackets asks for what is not here: change UCX_TLS and UCX_NET_DEVICES in the"
+    "who is named in brackets asks for what is not here: change UCX_TLS and UCX_NET_DEVICES in the"
     " environment (`rdma.ucxTls`, `rdma.netDevices`, `rdma.env` in the chart), or ucx_tls and"
     " net_devices of the role. By default workers of one host have loopback only: name the adapter"
 )
@@ -60,9 +60,9 @@ def ways_from_here(
             "ucx shm",
             Way("nixl between processes of one host", "nixl", "tcp,cma", "lo"),
             Level.WARN,
-            "workers of one host use sockets instead. UCX copies by process_vm_readv: allow it"
-            " (sysctl kernel.yama.ptrace_scope=0, and no seccomp profile that forbids it). Between"
-            " pods it never works, and nothing needs it",
+            "see `tcp` above; if that is ok, workers of one host use sockets instead. UCX copies by"
+            " process_vm_readv: allow it (sysctl kernel.yama.ptrace_scope=0, and no seccomp profile"
+            " that forbids it). Between pods it never works, and nothing needs it",
         ),
     ]
     if gpu:
@@ -115,7 +115,7 @@ def _as_set(
         said = {name: s for name, s in settings.items() if s.source != BY_DEFAULT}
         if said:
             memory = "GPU memory" if way.device == "cuda" else "host memory"
-            name = f"nixl as {' and '.join(names)} use it, {memory}, {described(settings)}"
+            name = f"nixl as {' and '.join(names)} workers use it, {memory}, {described(settings)}"
             devices = said[NET_DEVICES].value.split(",") if NET_DEVICES in said else ()
             tried = replace(way, name=name)
             one_of = frozenset(devices)

@@ -160,6 +160,7 @@ def test_workers_and_doctor_use_ucx_alike(monkeypatch: pytest.MonkeyPatch) -> No
 
 BROKEN = """
 import os
+import tempfile
 from kvtransfer.region import Region
 from services.doctor import trial
 
@@ -178,6 +179,11 @@ ends = {
     "right": lambda way, pipe: right(way, pipe),
 }
 right, once = trial._own, trial._try
+
+def none():
+    raise FileNotFoundError("of temporary files there is another check")
+
+tempfile.gettempdir = none
 
 def patient(way):
     trial.TRY_S = 1.0 if way.name == "silent" else 30.0
@@ -210,7 +216,9 @@ def test_a_trial_notices_what_is_wrong() -> None:
     assert outcomes["right"].seconds > 0
 
 
-def test_a_trial_that_cannot_start_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_cannot_start_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from services.doctor import trial
 
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -219,6 +227,12 @@ def test_a_trial_that_cannot_start_is_no_success(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     (outcome,) = trial.run_trials([Way("tcp", "tcp")])
     assert "No such file or directory" in outcome.error
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nprintf 'Traceback:\\n  x\\nImportError: no torch\\n' >&2; exit 1")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    (outcome,) = trial.run_trials([Way("tcp", "tcp")])
+    assert outcome == Outcome("the trial did not start: ImportError: no torch", started=False)
 
 
 # --- ports, the cache, Ray ---

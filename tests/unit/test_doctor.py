@@ -370,8 +370,8 @@ def test_what_the_configuration_says_is_tried_role_by_role() -> None:
     assert prefill.way.ucx == UcxOptions("tcp", "eth1", one_host=False)
     assert decode.way.ucx == UcxOptions("tcp", one_host=False)
     assert (prefill.way.device, decode.way.device) == ("cpu", "cuda")
-    assert "as prefill use it, host memory, UCX_TLS=tcp (configuration" in prefill.way.name
-    assert "as decode use it, GPU memory, UCX_TLS=tcp (configuration" in decode.way.name
+    assert "as prefill workers use it, host memory, UCX_TLS=tcp (configuration" in prefill.way.name
+    assert "as decode workers use it, GPU memory, UCX_TLS=tcp (configuration" in decode.way.name
     assert [t.check for t in ways([], {}, **told)][-2:] == ["ucx as set", "ucx as set"]
     for unused in ({"transport": "tcp"}, {"prefill": 0, "decode": 0, "mixed": 1}):
         assert "ucx as set" not in [t.check for t in ways([], SET, **unused)]
