@@ -28,11 +28,14 @@ SYNTAX: dict[str, Schema] = {
 SET_ELSEWHERE = {
     AppConfig: {
         "host", "port", "routers", "secret_file", "workers_per_host", "router", *ROLES,
+        "autoscaling",  # the chart has numbers of its own for pods, and replicas follow these
     },
-    RouterConfig: {"api_keys", "api_keys_file"},
-    WorkerConfig: {"replicas"},
+    RouterConfig: {"api_keys", "api_keys_file", "link_faults"},
+    WorkerConfig: {"replicas", "pull_faults", "pace"},
 }  # fmt: skip
-"""Fields that have a key of their own in the chart's values, or that are secrets."""
+"""Fields that have a key of their own in the chart's values, that are secrets, or for tests."""
+
+ONE_PROCESS = ("memory",)  # transports that reach no other pod
 
 
 def app_schema() -> Schema:
@@ -59,6 +62,8 @@ def router_schema() -> Schema:
 def worker_schema() -> Schema:
     """The keys of a worker, and of its engine, which stand beside them."""
     schema = _block(WorkerConfig, but=SET_ELSEWHERE[WorkerConfig])
+    transports = schema["properties"]["transport"]["enum"]
+    schema["properties"]["transport"]["enum"] = [t for t in transports if t not in ONE_PROCESS]
     schema["properties"] |= _block(EngineConfig)["properties"]
     return schema
 

@@ -14,7 +14,9 @@ from services.config import Limit
 
 ROLES = ("router", "prefill", "decode", "mixed")
 NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # of an object, or empty
-LABEL = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"  # a label's value
+WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
+LABEL = {"type": "string", "pattern": rf"^({WORD})?$", "maxLength": 63}  # its value
+KEY = rf"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?{WORD}$"  # of a label or an annotation
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|[mKun])?$"
 DURATION = r"^([0-9]+(ms|[smhd]))*$"  # of Prometheus
 
@@ -42,6 +44,16 @@ def mapping(of: Schema | None = None, description: str = "") -> Schema:
     return _described(schema, description)
 
 
+def labels(description: str = "") -> Schema:
+    """Names and values as Kubernetes takes them for labels, of objects or of nodes."""
+    return mapping(LABEL, description) | {"propertyNames": {"pattern": KEY}}
+
+
+def annotations(description: str = "") -> Schema:
+    """Names as Kubernetes takes them for annotations, and any text."""
+    return mapping({"type": "string"}, description) | {"propertyNames": {"pattern": KEY}}
+
+
 def several(of: Schema, description: str = "") -> Schema:
     """A list."""
     return _described({"type": "array", "items": of}, description)
@@ -56,12 +68,45 @@ def _span(limit: Limit) -> Schema:
     return {name: value for name, value in span.items() if value is not None}
 
 
-TEXTS = mapping({"type": "string"})
 OBJECTS = several({"type": "object"})
 SIZE: Schema = {"type": ["string", "integer"], "pattern": QUANTITY, "minimum": 0}
 AMOUNTS = mapping({"type": ["string", "number"], "pattern": QUANTITY, "minimum": 0})
 CIDRS = several(text(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"))
 ENVIRONMENT = mapping({"type": ["string", "number", "boolean"]})
+USER: Schema = {"type": ["integer", "null"], "minimum": 0}
+SWITCH: Schema = {"type": ["boolean", "null"]}
+PROBE = closed(
+    "instead of the chart's own; {enabled: false}: none",
+    enabled={"type": "boolean"},
+    exec=mapping(),
+    grpc=mapping(),
+    httpGet=mapping(),
+    tcpSocket=mapping(),
+    initialDelaySeconds=whole(0),
+    periodSeconds=whole(1),
+    timeoutSeconds=whole(1),
+    successThreshold=whole(1),
+    failureThreshold=whole(1),
+    terminationGracePeriodSeconds=whole(1),
+)
+SECURITY = {  # of a pod and of a container
+    "runAsNonRoot": SWITCH,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "appArmorProfile": mapping(),
+    "seLinuxOptions": mapping(),
+    "seccompProfile": mapping(),
+    "windowsOptions": mapping(),
+}
+VARIABLE: Schema = {"type": "object", "required": ["name"]}
+CONTAINER: Schema = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        # Kubernetes would refuse the whole pod, and name none of its parts
+        "env": several(VARIABLE | {"properties": {"value": {"type": "string"}}}),
+    },
+}
 # No maxUnavailable and no share: Kubernetes cannot count what a RayCluster's pods should be.
 BUDGET = closed(
     minAvailable=whole(0),
@@ -69,44 +114,62 @@ BUDGET = closed(
 )
 
 KUBERNETES: dict[str, Schema] = {
-    "podLabels": mapping({"type": "string", "pattern": LABEL}, "further labels of these pods"),
-    "podAnnotations": mapping({"type": "string"}, "annotations of these pods"),
-    "nodeSelector": mapping({"type": "string"}, "labels of the nodes that these pods may use"),
+    "podLabels": labels("further labels of these pods"),
+    "podAnnotations": annotations("annotations of these pods"),
+    "nodeSelector": labels("labels of the nodes that these pods may use"),
     "tolerations": several({"type": "object"}, "taints of nodes that these pods tolerate"),
     "affinity": mapping(description="affinity of these pods"),
     "topologySpreadConstraints": several({"type": "object"}, "how these pods are spread"),
     "priorityClassName": {"pattern": NAME, "description": "priority class of these pods"},
     "runtimeClassName": {"pattern": NAME, "description": "runtime class of these pods"},
-    "hostNetwork": {"description": "these pods use their node's network"},
-    "env": several({"type": "object", "required": ["name"]}, "further environment variables"),
+    "hostNetwork": {
+        "description": "these pods use their node's network, no two of a release the same"
+    },
+    "env": several(
+        VARIABLE | {"properties": {"value": {"type": ["string", "number", "boolean"]}}},
+        "further environment variables",
+    ),
     "envFrom": several({"type": "object"}, "sources of further environment variables"),
     "extraVolumes": several({"type": "object", "required": ["name"]}, "further volumes"),
     "extraVolumeMounts": several(
         {"type": "object", "required": ["name", "mountPath"]}, "mounts of these volumes"
     ),
-    "initContainers": several(
-        {"type": "object", "required": ["name"]}, "containers that run before Ray's"
-    ),
-    "sidecars": several({"type": "object", "required": ["name"]}, "containers beside Ray's"),
-    "startupProbe": mapping(description="instead of the chart's own; {enabled: false}: none"),
-    "livenessProbe": mapping(description="the same"),
-    "readinessProbe": mapping(description="the same"),
+    "initContainers": several(CONTAINER, "containers that run before Ray's"),
+    "sidecars": several(CONTAINER, "containers beside Ray's"),
+    "startupProbe": PROBE,
+    "livenessProbe": PROBE | {"description": "the same"},
+    "readinessProbe": PROBE | {"description": "the same"},
     "resources": closed(
         "requests and limits of the container",
         requests=AMOUNTS,
         limits=AMOUNTS,
         claims=OBJECTS,
     ),
-    "labels": mapping({"type": "string", "pattern": LABEL}, "further labels"),
-    "annotations": mapping({"type": "string"}, "further annotations"),
-    "podSecurityContext": mapping(),
-    "securityContext": mapping(),
+    "labels": labels("further labels"),
+    "annotations": annotations("further annotations"),
+    "podSecurityContext": closed(
+        **SECURITY,
+        fsGroup=USER,
+        fsGroupChangePolicy=text(enum=["Always", "OnRootMismatch"]),
+        supplementalGroups=several(USER),
+        supplementalGroupsPolicy=text(enum=["Merge", "Strict"]),
+        seLinuxChangePolicy=text(),
+        sysctls=OBJECTS,
+    ),
+    "securityContext": closed(
+        **SECURITY,
+        allowPrivilegeEscalation=SWITCH,
+        capabilities=closed(add=several(text()), drop=several(text())),
+        privileged=SWITCH,
+        procMount=text(),
+        readOnlyRootFilesystem=SWITCH,
+    ),
 }
 
 OURS: dict[str, Schema] = {
     "global": mapping(description="Helm's own; the chart has no charts below it"),
-    "commonLabels": mapping({"type": "string", "pattern": LABEL}),
-    "commonAnnotations": TEXTS,
+    "commonLabels": labels(),
+    "commonAnnotations": annotations(),
     "nameOverride": {"pattern": NAME},
     "fullnameOverride": {"pattern": NAME},
     "image.repository": text("where the image is", minLength=1),
@@ -135,7 +198,7 @@ OURS: dict[str, Schema] = {
     "rdma.resource": text(pattern=r"^([\w.-]+/[\w.-]+)?$"),
     "rdma.count": whole(1, 64),
     "rdma.capabilities": several(text(pattern="^[A-Z_]+$")),
-    "rdma.annotations": TEXTS,
+    "rdma.annotations": annotations(),
     "rdma.ibGidIndex": {"type": ["string", "integer"], "pattern": "^[0-9]*$", "minimum": 0},
     "rdma.ibAddrType": text(enum=["", "auto", "ib_local", "ib_global", "eth"]),
     "rdma.env": ENVIRONMENT,
@@ -156,7 +219,7 @@ OURS: dict[str, Schema] = {
     "modelCache.mountPath": text("where pods have it", pattern="^/."),
     "gcsFaultTolerance.redisAddress": text("host:port, or redis://host:port"),
     "gcsFaultTolerance.externalStorageNamespace": text(pattern=r"^[\w.-]*$"),
-    "upgradeStrategy.type": text(enum=["NewCluster", "NewClusterWithIncrementalUpgrade"]),
+    "upgradeStrategy.type": text(enum=["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]),
     "upgradeStrategy.onConfigChange": text(enum=["InPlace", "NewCluster"]),
     "maxSurgePercent": whole(0, 100) | {"description": "how much larger it may be meanwhile"},
     "stepSizePercent": whole(0, 100) | {"description": "how much traffic moves at once"},
@@ -176,12 +239,14 @@ OURS: dict[str, Schema] = {
     "networkPolicy.extraEgress": OBJECTS,
     "networkPolicy.operator": OBJECTS | {"minItems": 1},  # none would mean: everybody
     "nodeCIDRs": CIDRS,
+    "tracing.to": OBJECTS,
+    "redis.to": OBJECTS,
     "dns.to": OBJECTS,
     "apiServer.to": OBJECTS,
     "ports": several(whole(1, 65535)) | {"minItems": 1},  # none would mean: all of them
     **{
         f"podDisruptionBudget.{role}": BUDGET | {"description": "of these pods; empty: none"}
-        for role in ("head", *ROLES)
+        for role in ROLES
     },
     "ingress.className": text("empty: the cluster's default", pattern=NAME),
     "ingress.hosts": several(

@@ -1,5 +1,6 @@
 """Names and labels: valid however long a release's name is, and of no two releases the same."""
 
+import json
 import re
 from typing import Any
 
@@ -25,6 +26,8 @@ NAMES: list[tuple[str, dict[str, Any]]] = [
     ("a.name.with.dots", {}),
     ("baton", {"fullnameOverride": "y" * 80}),
     ("baton", {"fullnameOverride": "8.short"}),
+    ("baton", {"nameOverride": "n" * 39 + ".cut-behind-the-dot"}),
+    ("baton", {"fullnameOverride": "f" * 30 + "-.-.-." + "cut-in-the-middle-of-these"}),
 ]
 
 
@@ -42,14 +45,73 @@ def test_names_are_valid(name: str, overrides: dict[str, Any]) -> None:
     assert len(chart.one("RayService")["metadata"]["name"]) <= LONGEST_RAY_SERVICE
 
 
+@pytest.mark.parametrize("override", ["n" * 60, "n" * 39 + ".cut-behind-the-dot"])
 @pytest.mark.parametrize("name", ["b", LONG])
-def test_labels_are_valid(name: str) -> None:
-    for thing in everything(name, {"nameOverride": "n" * 60}).objects:
+def test_labels_are_valid(name: str, override: str) -> None:
+    for thing in everything(name, {"nameOverride": override}).objects:
         for path, node in nodes(thing, thing["kind"]):
             if path.endswith((".labels", ".matchLabels", ".nodeSelector")):
                 for key, value in node.items():
                     assert re.fullmatch(LABEL_NAME, key.rpartition("/")[2]), f"{path}: {key}"
                     assert re.fullmatch(LABEL_VALUE, value), f"{path}.{key}: {value}"
+
+
+def named(word: str) -> Rendered:
+    """Everything on, and a word wherever a name or a text of the user's can be."""
+    role = {
+        "priorityClassName": word, "runtimeClassName": word, "nodeSelector": {"pool": word},
+        "podLabels": {"team": word}, "podAnnotations": {"example.com/team": word},
+        "env": [{"name": "TEAM", "value": word}],
+    }  # fmt: skip
+    secret = {"existingSecret": word, "key": word}
+    values = VARIANTS["everything-on"]
+    roles = ("head", "router", "prefill", "decode", "mixed")
+    store = values["ray"]["gcsFaultTolerance"] | secret | {"externalStorageNamespace": word}
+    upgrade = values["ray"]["upgradeStrategy"] | {"gatewayClassName": word}
+    return render(
+        values
+        | {each: values[each] | role for each in roles}
+        | {
+            "nameOverride": word,
+            "commonLabels": {"team": word},
+            "commonAnnotations": {"example.com/team": word},
+            "image": {"repository": word, "pullSecrets": [word]},
+            "config": values["config"] | {"model": word, "served_model_name": word},
+            "service": values["service"] | {"loadBalancerClass": word},
+            "secrets": dict.fromkeys(("clusterSecret", "apiKeys", "hubToken"), secret),
+            "modelCache": {"enabled": True, "existingClaim": word},
+            "ray": {"gcsFaultTolerance": store, "upgradeStrategy": upgrade},
+            "serviceAccount": {"name": word},
+            "ingress": {"enabled": True, "className": word},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": word}},
+            "tests": {"image": word},
+        },
+        name=word,
+        namespace=word,
+    )
+
+
+@pytest.mark.parametrize("word", ["true", "null", "on", "y"])
+def test_a_name_that_is_a_word_of_yaml_stays_a_name(word: str) -> None:
+    def parsed(name: str) -> str:
+        chart = named(name)
+        config = chart.serve_config()
+        chart.one("RayService")["spec"]["serveConfigV2"] = config
+        return json.dumps(chart.objects)
+
+    assert parsed("zzusual").replace("zzusual", word) == parsed(word)
+
+
+@pytest.mark.parametrize("word", ["123", "1e3", "0x1f", "1.5"])
+def test_a_name_that_looks_like_a_number_is_quoted(word: str) -> None:
+    """In the text: readers of YAML do not agree on what is a number."""
+    bare = re.compile(rf"(?:[:\[{{,-]|^)[ ]*{re.escape(word)}[ ]*(?:[,}}\]]|$)", re.MULTILINE)
+    assert bare.search(f"name: {word}\n")
+    assert bare.search(f"- {{name: {word}, key: a}}")
+    assert not bare.search(f'name: "{word}"')
+    for path, text in named(word).files.items():
+        if not path.endswith(("NOTES.txt", "dashboards.yaml", "prometheusrule.yaml")):
+            assert not bare.findall(text), path
 
 
 def test_every_object_says_whose_it_is() -> None:
@@ -76,8 +138,8 @@ def test_two_releases_in_one_namespace_do_not_meet(one: str, other: str) -> None
         foreign = [labels for _, labels, _ in pods_with_labels(theirs)]
         foreign += [thing["metadata"]["labels"] for thing in theirs.all("Service")]
         for path, selector, _ in selectors(mine):
-            if selector == {"matchLabels": {"team": "serving"}}:
-                continue  # the user's own, in topologySpreadConstraints
+            if selector in ({"matchLabels": {"team": "serving"}}, {}):
+                continue  # the user's own, in topologySpreadConstraints; where traces go
             assert not any(selects(selector, labels) for labels in foreign), path
 
 

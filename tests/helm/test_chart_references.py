@@ -17,7 +17,7 @@ import yaml
 
 from services.cli import build_parser
 from services.config import from_yaml
-from tests.support.chart import ROOT, Rendered
+from tests.support.chart import ROOT, Rendered, refusal
 from tests.support.chart_references import (
     closed_ports,
     lost_mounts,
@@ -127,6 +127,8 @@ def paths(chart: Rendered) -> Iterator[tuple[str, str]]:
         for place, node in nodes(thing, f"{thing['kind']} {thing['metadata']['name']}: "):
             if place.endswith(".httpGet"):
                 yield place, node["path"]
+            elif place.endswith(".httpHealthCheck"):
+                yield place, node["requestPath"]
             elif place.endswith((".podMetricsEndpoints[]", ".endpoints[]")):
                 yield place, node.get("path", "/metrics")
             elif isinstance(node, str) and not place.endswith((".expr", ".description")):
@@ -215,14 +217,20 @@ def test_each_deployment_of_the_application_goes_to_pods_of_its_role(variant: st
 
 @each_variant
 def test_files_in_the_arguments_are_mounted_where_they_are_read(variant: str) -> None:
+    """The cluster's secret by who builds the application, on any node; API keys by routers."""
     chart = rendered(variant)
     args = chart.serve_args()
-    files = [args["secret_file"], args.get("router", {}).get("api_keys_file")]
-    for file in filter(None, files):
-        for name, template in chart.pods().items():
-            (container, *_) = template["spec"]["containers"]
-            mounts = [mount["mountPath"].rstrip("/") for mount in container["volumeMounts"]]
-            assert any(file.startswith(f"{mount}/") for mount in mounts), f"{name}: {file}"
+    files = {args["secret_file"]: set(chart.pods())}
+    if "api_keys_file" in args["router"]:
+        files[args["router"]["api_keys_file"]] = {"router"}
+    for file, readers in files.items():
+        mounted = {
+            name
+            for name, template in chart.pods().items()
+            for mount in template["spec"]["containers"][0]["volumeMounts"]
+            if file.startswith(f"{mount['mountPath'].rstrip('/')}/")
+        }
+        assert mounted == readers, file
 
 
 # --- Ray and the image ---------------------------------------------------------------------------
@@ -247,6 +255,39 @@ def test_ray_knows_its_options_and_variables(variant: str) -> None:
             for variable in container.get("env", ()):
                 if variable["name"].startswith("RAY_SERVE_"):
                     assert f'"{variable["name"]}"' in serve, f"{name}: {variable['name']}"
+
+
+PORTS = {
+    8404: ("serve/_private/constants.py", '"RAY_SERVE_HAPROXY_STATS_PORT", 8404'),
+    8500: ("serve/_private/constants.py", '"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", 8500'),
+    9101: ("serve/_private/constants.py", '"RAY_SERVE_HAPROXY_METRICS_PORT", "9101"'),
+    30000: ("serve/_private/constants.py", '"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "30000"'),
+    31000: ("serve/_private/constants.py", '"RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT", "31000"'),
+    6379: ("_private/ray_constants.py", "DEFAULT_PORT = 6379"),
+    8265: ("_private/ray_constants.py", "DEFAULT_DASHBOARD_PORT = 8265"),
+    52365: ("_private/ray_constants.py", "DEFAULT_DASHBOARD_AGENT_LISTEN_PORT = 52365"),
+    10002: ("scripts/scripts.py", "default=10002"),
+    19999: ("scripts/scripts.py", "default=19999"),
+}
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_port_that_ray_or_serve_has_is_not_ours(port: int) -> None:
+    source, text = PORTS[port]
+    assert text in ray_source(source)
+    assert f"config.metrics_port: {port} is the port of" in refusal(
+        {"config": {"metrics_port": port}}
+    )
+
+
+def test_ports_that_pods_name_are_not_ours_either() -> None:
+    ports = {
+        port["containerPort"]
+        for template in rendered("defaults").pods().values()
+        for port in template["spec"]["containers"][0]["ports"]
+    }
+    for port in ports - {9400}:
+        assert "config.metrics_port" in refusal({"config": {"metrics_port": port}}), port
 
 
 def commands(chart: Rendered) -> Iterator[tuple[str, list[str]]]:

@@ -128,24 +128,33 @@ def test_what_is_missing_is_said(values: dict[str, Any], message: str) -> None:
 def test_budgets_are_numbers_of_pods_that_stay() -> None:
     """Of pods that belong to a RayCluster, Kubernetes takes nothing else."""
     budget = {"decode": {"minAvailable": 2, "unhealthyPodEvictionPolicy": "IfHealthyBudget"}}
-    chart = render(ALL_ROLES | {"podDisruptionBudget": budget})
-    made = {each["metadata"]["labels"]["baton/role"]: each["spec"] for each in _budgets(chart)}
-    assert {role: spec["minAvailable"] for role, spec in made.items()} == {
-        "head": 1, "router": 1, "decode": 2,
-    }  # fmt: skip
+    chart = render({"decode": {"replicas": 3}, "podDisruptionBudget": budget})
+    made = _budgets(chart)
+    assert {role: spec["minAvailable"] for role, spec in made.items()} == {"router": 1, "decode": 2}
     for role, spec in made.items():
         assert selected(chart, spec["selector"]["matchLabels"]) == {role}
-    assert made["head"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert made["router"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     assert made["decode"]["unhealthyPodEvictionPolicy"] == "IfHealthyBudget"
-    absent = render(
-        {"mixed": {"replicas": 0}, "podDisruptionBudget": {"mixed": {"minAvailable": 1}}}
-    )
-    assert len(_budgets(absent)) == 2, "of a role without pods there is none"
     assert not _budgets(render({"podDisruptionBudget": {"enabled": False}}))
 
 
-def _budgets(chart: Rendered) -> list[dict[str, Any]]:
-    return chart.all("PodDisruptionBudget")
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_no_budget_keeps_every_node_from_being_drained(replicas: int) -> None:
+    """Neither of the head, nor of a role that has no pod to spare."""
+    roles = {role: {"replicas": replicas} for role in ("router", "prefill", "decode")}
+    budget = {"prefill": {"minAvailable": 2}, "mixed": {"minAvailable": 1}}
+    made = _budgets(render(roles | {"podDisruptionBudget": budget}))
+    for role, spec in made.items():
+        assert replicas > spec["minAvailable"], role
+    assert set(made) == {1: set(), 2: {"router"}, 3: {"router", "prefill"}}[replicas]
+
+
+def _budgets(chart: Rendered) -> dict[str, dict[str, Any]]:
+    """By role."""
+    return {
+        each["metadata"]["labels"]["baton/role"]: each["spec"]
+        for each in chart.all("PodDisruptionBudget")
+    }
 
 
 def test_extra_objects_are_templates() -> None:
@@ -235,7 +244,7 @@ def test_the_test_pod_mounts_the_keys_and_no_more() -> None:
     spec = pod["spec"]
     (container,) = spec["containers"]
     (volume,), (mount,) = spec["volumes"], container["volumeMounts"]
-    assert volume["secret"]["secretName"] == "keys"
+    assert volume["secret"] == {"secretName": "keys", "items": [{"key": "all", "path": "all"}]}
     assert container["args"][-1] == f"{mount['mountPath']}/all"
     assert mount["readOnly"]
     assert spec["automountServiceAccountToken"] is False

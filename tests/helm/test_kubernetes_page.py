@@ -3,6 +3,7 @@
 The commands themselves need a cluster; what can be wrong in them without one is looked at here.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -102,6 +103,22 @@ def test_objects_labels_and_containers(chart: Rendered) -> None:
     named = set(re.findall(r"-c (ray-\w+)", PAGE))
     assert named
     assert named <= containers
+
+
+def test_the_running_cluster_is_told_of_the_role_that_the_values_are_about(chart: Rendered) -> None:
+    (scale,) = [words for words in of("helm", "upgrade") if "--set" in words]
+    key, _, number = scale[-1].partition("=")
+    role, _, _ = key.partition(".")
+    (patch,) = of("kubectl", "patch", "raycluster")
+    groups = chart.cluster()["workerGroupSpecs"]
+    changed = {}
+    for change in json.loads(patch[-1]):
+        *above, place, name = change["path"].split("/")
+        assert above == ["", "spec", "workerGroupSpecs"]
+        assert groups[int(place)]["groupName"] == role
+        assert name in groups[int(place)]
+        changed[name] = change["value"]
+    assert changed == dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), int(number))
 
 
 def test_ports_and_the_metrics_of_the_check(chart: Rendered) -> None:

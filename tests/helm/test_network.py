@@ -159,8 +159,10 @@ def test_without_the_internet_only_names_and_each_other(role: str) -> None:
 def test_the_head_reaches_kubernetes_with_autoscaling_and_redis_with_fault_tolerance() -> None:
     redis = Party("Redis", {"app": "redis"}, "storage")
     store = {"enabled": True, "redisAddress": "redis://redis.storage:6390"}
+    other = Party("another namespace's", {"app": "redis"}, "elsewhere")
     plain = World()
     able = World(autoscaling={"enabled": True}, ray={"gcsFaultTolerance": store})
+    assert not able.may("head", other, 6390)
     assert not plain.may("head", PRIVATE, 6443)
     assert not plain.may("head", redis, 6390)
     for port in (443, 6443):
@@ -178,6 +180,45 @@ def test_traces_reach_their_receiver() -> None:
     for role in METERED:
         assert world.may(role, receiver, 4318)
         assert not world.may(role, receiver, 4317)
+        for who in (CLIENT, STRANGER, PRIVATE, PUBLIC):
+            assert not world.may(role, who, 4318), who
+
+
+IN_TRACING = Party("a pod of the namespace tracing", {"app": "otel"}, "tracing")
+OTHERS = [CLIENT, STRANGER, IN_TRACING, PRIVATE, PUBLIC, PUBLIC6]
+
+
+@pytest.mark.parametrize(
+    ("address", "reached"),
+    [
+        ("http://otel:4318", [CLIENT]),  # of this namespace
+        ("http://otel.tracing:4318/v1/traces", [IN_TRACING]),
+        ("https://otel.tracing.svc:4318", [IN_TRACING]),
+        ("http://otel.tracing.svc.cluster.local:4318", [IN_TRACING]),
+        ("http://10.0.7.9:4318", [PRIVATE]),
+        ("http://[2606:4700::1]:4318", [PUBLIC6]),
+        ("http://otel.example.com:4318", OTHERS),  # which may be anywhere
+    ],
+)
+def test_an_address_says_where_it_is_as_far_as_it_does(address: str, reached: list[Party]) -> None:
+    world = World(config={"tracing_endpoint": address})
+    assert [who for who in OTHERS if world.may("decode", who, 4318)] == reached
+
+
+def test_where_traces_and_redis_are_can_be_said() -> None:
+    store = {"enabled": True, "redisAddress": "rediss://me:secret@redis.example.com:6390"}
+    there = {"tracing": {"to": [at(CLIENT)]}, "redis": {"to": [at(PROMETHEUS)]}}
+    world = World(
+        config={"tracing_endpoint": "http://otel.tracing:4318"},
+        ray={"gcsFaultTolerance": store},
+        networkPolicy=there,
+    )
+    assert world.may("decode", CLIENT, 4318)
+    assert not world.may("decode", IN_TRACING, 4318)
+    assert world.may("head", PROMETHEUS, 6390)
+    assert not world.may("head", PRIVATE, 6390)
+    for who in (CLIENT, PROMETHEUS):
+        assert not world.may("decode", who, 6390), "Redis is the head's"
 
 
 def test_further_rules_are_added() -> None:

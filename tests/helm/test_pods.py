@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.chart import Object, Rendered, refusal, render
+from tests.support.chart import ROOT, Object, Rendered, refusal, render
 from tests.support.chart_variants import VARIANTS, rendered
 
 OWN = ("ray-head", "ray-worker", "test")  # the other containers are the user's
@@ -73,6 +73,38 @@ def test_only_the_head_of_an_autoscaling_cluster_has_a_token(variant: str) -> No
     for name, spec in rendered(variant).pod_specs():
         wanted = everywhere and not name.startswith("Pod ")
         assert spec["automountServiceAccountToken"] == (wanted or (scales and name == "head")), name
+
+
+def test_each_pod_has_the_secrets_that_it_reads() -> None:
+    """Who builds the application, on any node of Ray, reads the cluster's and asks the hub."""
+    secrets = {
+        name: {"existingSecret": name.lower()} for name in ("clusterSecret", "apiKeys", "hubToken")
+    }
+    chart = render({"secrets": secrets, "mixed": {"replicas": 1}})
+    has = {}
+    for name, spec in chart.pod_specs():
+        volumes = {v["secret"]["secretName"] for v in spec.get("volumes", ()) if "secret" in v}
+        (container,) = spec["containers"]
+        sources = [each.get("valueFrom", {}) for each in container.get("env", ())]
+        has[name] = volumes | {s["secretKeyRef"]["name"] for s in sources if "secretKeyRef" in s}
+    of_ray = {"clustersecret", "hubtoken"}
+    assert has == {
+        **dict.fromkeys(("head", *WORKERS), of_ray),
+        "router": of_ray | {"apikeys"},
+        "Pod baton-test": {"apikeys"},
+    }
+
+
+def test_the_account_of_everybody_gets_no_rights() -> None:
+    """The namespace's default one, which pods of others have as well."""
+    scales: Object = {"autoscaling": {"enabled": True}}
+    for account in ({"create": False}, {"create": False, "name": "default"}):
+        assert "the namespace's default account" in refusal(scales | {"serviceAccount": account})
+    mine = {"serviceAccount": {"create": False, "name": "mine"}}
+    (subject,) = render(scales | mine).one("RoleBinding")["subjects"]
+    assert subject["name"] == "mine"
+    theirs = {"serviceAccount": {"create": False}, "rbac": {"create": False}}
+    assert not render(scales | theirs).all("RoleBinding")
 
 
 def test_roles_may_do_what_rays_autoscaler_does_and_no_more() -> None:
@@ -204,6 +236,43 @@ def test_a_router_has_the_time_of_its_longest_request_up_to_a_cap(timeout_s: int
     assert leave < seconds <= 960
 
 
-def test_what_the_values_say_of_the_end_holds() -> None:
-    chart = render({"decode": {"terminationGracePeriodSeconds": 77}})
-    assert chart.pods()["decode"]["spec"]["terminationGracePeriodSeconds"] == 77
+def pre_stop(chart: Rendered, role: str) -> dict[str, str]:
+    """The flags of `baton leave` in a role's pods; empty if there is none."""
+    (container,) = chart.pods()[role]["spec"]["containers"]
+    if "lifecycle" not in container:
+        return {}
+    program, command, *flags = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (program, command) == ("baton", "leave")
+    return dict(zip(flags[::2], flags[1::2], strict=True))
+
+
+NOTICE_S = 20  # services/leave.py, which imports Ray: until it is known whether all go
+SPARE_S = 15  # the start of the command, and the end of Ray
+
+
+@pytest.mark.parametrize("seconds", [None, 5, 25, 60, 104, 105, 106, 300, 700, 2000])
+@pytest.mark.parametrize("role", ["head", "router", "decode"])
+def test_what_happens_before_a_pod_ends_fits_the_time_that_is_given(
+    role: str, seconds: int | None
+) -> None:
+    chart = render({role: {"terminationGracePeriodSeconds": seconds}})
+    given = chart.pods()[role]["spec"]["terminationGracePeriodSeconds"]
+    assert given == (seconds or given)
+    flags = pre_stop(chart, role)
+    most = int(flags.get("--deadline", 0)) + int(flags.get("--patience", 0))
+    assert most + NOTICE_S * ("--after" in flags) <= max(1, given - SPARE_S)
+
+
+def test_a_shorter_end_takes_from_the_wait_for_others_first() -> None:
+    def leave(seconds: int | None) -> dict[str, str]:
+        return pre_stop(render({"decode": {"terminationGracePeriodSeconds": seconds}}), "decode")
+
+    assert f"NOTICE_S = {NOTICE_S}.0" in (ROOT / "services" / "leave.py").read_text()
+    usual = leave(None)
+    assert int(usual["--deadline"]) == 60
+    assert int(usual["--patience"]) > 600
+    assert leave(5000) == usual
+    assert leave(205) == usual | {"--patience": "100"}
+    assert leave(105) == usual | {"--patience": "0"}
+    assert leave(104) == {"--deadline": "60"}, "no time to find out whether others go"
+    assert leave(40) == {"--deadline": "25"}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.chart import Object, Rendered, refusal, render, value_set
+from tests.support.network import selects
 
 RDMA_SETS = ("gpu-rdma", "gke", "eks-efa", "openshift")
 WORKERS = ("prefill", "decode")
@@ -174,6 +175,89 @@ def test_kv_of_gpus_goes_by_nixl_with_rdma_or_without() -> None:
     assert {made.serve_args()[role]["transport"] for role in ("prefill", "decode")} == {"nixl"}
     message = refusal({"kvTransfer": {"transport": "tcp"}, "decode": {"gpus": 1}})
     assert "decode: its KV is on a GPU" in message
+
+
+def test_an_added_capability_is_of_use_to_root_only_so_workers_can_be_that() -> None:
+    """And nothing else in the release: not the others' containers, nor other pods."""
+    values = value_set("gpu-rdma") | {"modelCache": {"enabled": True, "existingClaim": "models"}}
+    values["rdma"]["runAsRoot"] = True
+    values["decode"]["sidecars"] = [{"name": "beside", "image": "busybox:1.37"}]
+    values["secrets"] = {"apiKeys": {"existingSecret": "keys"}}
+    values["mixed"] = {"replicas": 1, "rdma": False}
+    roots = set()
+    for name, spec in render(values).pod_specs():
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 1000
+        for container in spec["containers"]:
+            context = container.get("securityContext", {})
+            if "runAsUser" in context or "runAsNonRoot" in context:
+                roots.add(f"{name} {container['name']}")
+                assert (context["runAsUser"], context["runAsNonRoot"]) == (0, False)
+                assert context["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+                assert context["allowPrivilegeEscalation"] is False
+                assert context["readOnlyRootFilesystem"] is True
+                assert "privileged" not in context
+    assert roots == {"prefill ray-worker", "decode ray-worker"}
+
+
+def test_root_has_a_folder_of_its_own_in_the_models_volume() -> None:
+    """Without capabilities root cannot write into folders of others, nor they into root's."""
+    made = render({"rdma": {"enabled": True, "runAsRoot": True}, "modelCache": {"enabled": True}})
+    for role, folder in (("router", "baton"), ("head", "baton"), ("decode", "baton/root")):
+        assert environment(made, role)["XDG_CACHE_HOME"] == f"/var/cache/{folder}"
+        assert environment(made, role)["HF_HOME"] == f"/var/cache/{folder}/huggingface"
+
+
+def test_root_needs_to_be_asked_for() -> None:
+    for values in ({"rdma": {"enabled": True}}, {"rdma": {"runAsRoot": True}}):
+        for role in ("head", "router", *WORKERS):
+            assert "runAsUser" not in container(render(values), role)["securityContext"], values
+
+
+def test_capabilities_that_are_given_stay() -> None:
+    given = {"capabilities": {"drop": ["ALL"], "add": ["SYS_NICE"]}}
+    made = render({"rdma": {"enabled": True}, "securityContext": given})
+    added = {
+        role: container(made, role)["securityContext"]["capabilities"]["add"] for role in WORKERS
+    }
+    assert added == dict.fromkeys(WORKERS, ["SYS_NICE", "IPC_LOCK"])
+
+
+def test_what_a_role_asks_for_itself_wins() -> None:
+    own = {"limits": {"rdma/ib": 4, "memory": "9Gi"}, "requests": {"rdma/ib": 4}}
+    made = render({"rdma": {"enabled": True}, "decode": {"gpus": 1, "resources": own}})
+    limits = container(made, "decode")["resources"]["limits"]
+    assert limits == {"rdma/ib": 4, "memory": "9Gi", "nvidia.com/gpu": 1}
+    assert container(made, "prefill")["resources"]["limits"]["rdma/ib"] == 1
+
+
+def test_zero_and_nothing_are_values() -> None:
+    rdma = {"enabled": True, "ibGidIndex": 0, "env": {"UCX_TLS": "", "UCX_RNDV_THRESH": 0}}
+    made = render({"rdma": rdma, "kvTransfer": {"ucx": {"env": {"UCX_RNDV_THRESH": 8192}}}})
+    env = environment(made, "decode")
+    assert env["UCX_IB_GID_INDEX"] == "0"
+    assert (env["UCX_TLS"], env["UCX_RNDV_THRESH"]) == ("", "0")
+    assert "UCX_NET_DEVICES" not in env, "nothing is said of these"
+
+
+def test_no_two_pods_of_a_release_are_on_one_nodes_network() -> None:
+    """Their ports are the same."""
+    nodes = {"networkPolicy": {"nodeCIDRs": ["10.0.0.0/16"]}}
+    mine = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}}
+    rdma = {"enabled": True, "hostNetwork": True}
+    made = render({"rdma": rdma, "prefill": {"affinity": mine}, **nodes})
+    for role in WORKERS:
+        affinity = made.pods()[role]["spec"]["affinity"]
+        (term,) = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        for other, template in made.pods().items():
+            labels = template["metadata"]["labels"]
+            assert selects(term["labelSelector"], labels) == (other in WORKERS), other
+    assert made.pods()["prefill"]["spec"]["affinity"].items() > mine.items()
+    assert "affinity" not in made.pods()["router"]["spec"]
+    own = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    made = render({"router": {"hostNetwork": True, "affinity": own}, **nodes})
+    assert made.pods()["router"]["spec"]["affinity"] == own
 
 
 def test_host_network_needs_the_nodes_addresses() -> None:

@@ -97,6 +97,17 @@ def test_a_role_s_own_config_wins() -> None:
     assert config.decode.engine.device == "auto"
 
 
+def test_a_role_s_own_config_wins_also_with_nothing() -> None:
+    """0, "" and false are values; a merge that takes them for empty puts the derived ones there."""
+    own = {"threads": 0, "ucx_tls": "", "net_devices": "", "checksums": False, "drain_s": 0}
+    rdma = {"enabled": True, "netDevices": "mlx5_0:1"}
+    chart = render({"rdma": rdma, "prefill": {"config": own}})
+    assert chart.serve_args()["prefill"].items() >= own.items()
+    others = chart.serve_args()["decode"]
+    assert (others["threads"], others["net_devices"]) == (2, "mlx5_0:1")
+    assert from_yaml(chart.serve_args()).prefill.ucx_tls == ""
+
+
 @pytest.mark.parametrize(
     ("resources", "threads"),
     [
@@ -164,6 +175,24 @@ def test_an_haproxy_that_was_replaced_lets_the_longest_request_end(
     chart = render({"router": {"config": config}})
     for role in chart.pods():
         assert environment(chart, role)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == seconds
+
+
+def test_a_variable_that_is_set_to_nothing_is_set() -> None:
+    chart = render({"ray": {"env": {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": 0, "HF_HOME": ""}}})
+    for role in chart.pods():
+        env = environment(chart, role)
+        assert (env["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"], env["HF_HOME"]) == ("0", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1, "1"), (16777216, "16777216"), (0.5, "0.5"), (True, "true"), ("", "")]
+)
+def test_a_variable_of_a_role_is_a_text(value: object, text: str) -> None:
+    """Kubernetes takes no others; ``value: 1`` is what people write."""
+    entries = [{"name": "MINE", "value": value}, {"name": "NODE", "valueFrom": {"a": "b"}}]
+    env = environment(render({"decode": {"env": entries}}), "decode")
+    assert env["MINE"] == text
+    assert env["NODE"] == {"a": "b"}
 
 
 def test_a_variable_of_a_role_wins_over_those_of_all_and_these_over_the_chart_s() -> None:

@@ -15,7 +15,7 @@ import helm_python
 import pytest
 import yaml
 
-from tests.support.chart import CHART, render
+from tests.support.chart import CHART, render, value_set
 from tests.support.kube_api import KubeApi
 
 Object = dict[str, Any]
@@ -145,6 +145,18 @@ def test_b118_values_that_are_refused_leave_everything_as_it_is(release: Release
         with pytest.raises(helm_python.HelmError):
             release.upgrade(wrong)
         assert release.cluster.objects == before
+
+
+def test_without_room_for_two_clusters_none_is_made_beside_the_other() -> None:
+    """KubeRay's word for it; then somebody must delete the old one, and the notes say how."""
+    values: Object = {"ray": {"upgradeStrategy": {"type": "None"}}}
+    chart = render(values, "one", "there")
+    assert chart.one("RayService")["spec"]["upgradeStrategy"] == {"type": "None"}
+    command = "kubectl -n there delete raycluster $(kubectl -n there get rayservice one-baton -o"
+    assert command in chart.notes
+    assert "delete raycluster" not in render({}).notes
+    single = render(value_set("gpu-single-node")).one("RayService")["spec"]
+    assert single["upgradeStrategy"]["type"] == "None", "its GPUs are all in use"
 
 
 def test_a_second_release_of_the_same_names_is_refused(release: Release) -> None:

@@ -81,7 +81,7 @@ def missing_objects(chart: Rendered, values: Object) -> list[str]:
             ("PersistentVolumeClaim", node.get("claimName")),
             ("ServiceAccount", node.get("serviceAccountName")),
         ]
-        if path.endswith((".roleRef", ".subjects[]", ".backendRefs[]")):
+        if path.endswith((".roleRef", ".subjects[]", ".backendRefs[]", ".targetRef")):
             uses.append((node.get("kind", "Service"), node["name"]))
         if path.endswith((".configMap", ".configMapRef", ".configMapKeyRef")):
             uses.append(("ConfigMap", node["name"]))

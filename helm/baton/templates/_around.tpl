@@ -18,10 +18,10 @@ looks at its own type, labels and annotations again only when a new cluster take
 
 {{/* Metadata of an object: (dict "root" $ "name" NAME "labels" {...} "annotations" {...}). */}}
 {{- define "baton.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
-  {{- toYaml (merge (include "baton.labels" .root | fromYaml) (.labels | default dict)) | nindent 2 }}
+  {{- toYaml (merge (include "baton.labels" .root | fromYaml) (deepCopy (.labels | default dict))) | nindent 2 }}
 {{- with include "baton.annotations" (dict "root" .root "annotations" .annotations) }}
 annotations:
   {{- . | nindent 2 }}

@@ -5,7 +5,7 @@ Templates that take a role are called with (dict "root" $ "role" "prefill").
 */}}
 
 {{- define "baton.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | include "baton.trimmed" -}}
 {{- end -}}
 
 {{/*
@@ -37,20 +37,43 @@ left of 63: so 40. A longer name ends in a hash of all of it; two releases that 
 {{- define "baton.short" -}}
 {{- $limit := int .limit -}}
 {{- if gt (len .name) $limit -}}
-{{- printf "%s-%s" (.name | trunc (int (sub $limit 9)) | trimSuffix "-" | trimSuffix ".") (.name | sha256sum | trunc 8) -}}
+{{- printf "%s-%s" (.name | trunc (int (sub $limit 9)) | include "baton.trimmed") (.name | sha256sum | trunc 8) -}}
 {{- else -}}
-{{- .name | trimSuffix "-" -}}
+{{- include "baton.trimmed" .name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Neither a name nor a label's value may end in one of these, as one that was cut could. */}}
+{{- define "baton.trimmed" -}}
+{{- regexReplaceAll "[-._]+$" . "" -}}
+{{- end -}}
+
+{{/* A value as a text. Numbers are floats here, of which Go would write some as 1.6777216e+07. */}}
+{{- define "baton.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{- int64 . -}}{{- else -}}{{- . -}}{{- end -}}
+{{- end -}}
+
+{{/*
+Puts all that is in "from" into the dict "into": also what is 0, false or empty, which `merge` and
+`mergeOverwrite` take for nothing. It prints nothing.
+*/}}
+{{- define "baton.put" -}}
+{{- range $key, $value := .from -}}
+{{- if not (kindIs "invalid" $value) -}}{{- $_ := set $.into $key $value -}}{{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "baton.chart" -}}
-{{- printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | include "baton.trimmed" -}}
 {{- end -}}
 
-{{/* What selects this release's objects; never changes in a release's life. */}}
+{{/*
+What selects this release's objects; never changes in a release's life. Quoted, as is each name
+here: a release may be called 123, 1e3 or true.
+*/}}
 {{- define "baton.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "baton.name" . }}
-app.kubernetes.io/instance: {{ include "baton.short" (dict "name" .Release.Name "limit" 63) }}
+app.kubernetes.io/name: {{ include "baton.name" . | quote }}
+app.kubernetes.io/instance: {{ include "baton.short" (dict "name" .Release.Name "limit" 63) | quote }}
 {{- end -}}
 
 {{/* Of every object. */}}
@@ -67,13 +90,19 @@ baton/role: {{ .role }}
 
 {{/* Of the pods of one role; KubeRay's app.kubernetes.io/* give way to ours. */}}
 {{- define "baton.roleLabels" -}}
-{{- $values := index .root.Values .role -}}
-{{- toYaml (merge (include "baton.roleSelectorLabels" . | fromYaml) (dict "app.kubernetes.io/component" .role) ($values.podLabels | default dict) (.root.Values.commonLabels | default dict)) -}}
+{{- $labels := dict -}}
+{{- $own := dict "app.kubernetes.io/component" .role -}}
+{{- range list .root.Values.commonLabels (index .root.Values .role).podLabels $own (include "baton.roleSelectorLabels" . | fromYaml) -}}
+{{- include "baton.put" (dict "into" $labels "from" .) -}}
+{{- end -}}
+{{- toYaml $labels -}}
 {{- end -}}
 
 {{/* Annotations of an object: the common ones, under the given. Empty if there are none. */}}
 {{- define "baton.annotations" -}}
-{{- $all := merge (deepCopy (.annotations | default dict)) (.root.Values.commonAnnotations | default dict) -}}
+{{- $all := dict -}}
+{{- include "baton.put" (dict "into" $all "from" .root.Values.commonAnnotations) -}}
+{{- include "baton.put" (dict "into" $all "from" .annotations) -}}
 {{- if $all -}}
 {{- toYaml $all -}}
 {{- end -}}

@@ -3,18 +3,51 @@ Parts of the network policies. A rule without "from" or "to" is for everybody, o
 for all ports.
 */}}
 
-{{/* The port of an address such as redis://host:6379 or http://host:4318/v1: (dict "address" "" "default" 80). */}}
+{{/* Host and port of an address such as redis://host:6379 or http://host:4318/v1. */}}
+{{- define "baton.hostAndPort" -}}
+{{- regexReplaceAll "^[a-z+]+://" . "" | splitList "/" | first | splitList "@" | last -}}
+{{- end -}}
+
+{{/* The port of an address: (dict "address" "" "default" 80). */}}
 {{- define "baton.portOf" -}}
-{{- $host := regexReplaceAll "^[a-z+]+://" .address "" | splitList "/" | first -}}
-{{- regexFind ":[0-9]+$" $host | trimPrefix ":" | default (.default | toString) -}}
+{{- regexFind ":[0-9]+$" (include "baton.hostAndPort" .address) | trimPrefix ":" | default (.default | toString) -}}
+{{- end -}}
+
+{{/*
+Where an address can be, as a YAML list of peers; empty: anywhere. An IP address is itself, a name as
+services of Kubernetes have one is in its namespace: NAME (in this one), NAME.NAMESPACE, or
+NAME.NAMESPACE.svc with what may follow. Of other names nothing is known.
+*/}}
+{{- define "baton.peersOf" -}}
+{{- $host := regexReplaceAll ":[0-9]+$" (include "baton.hostAndPort" .) "" -}}
+{{- $parts := splitList "." $host -}}
+{{- if regexMatch "^[0-9]+([.][0-9]+){3}$" $host -}}
+- ipBlock: {cidr: {{ printf "%s/32" $host | quote }}}
+{{- else if hasPrefix "[" $host -}}
+- ipBlock: {cidr: {{ printf "%s/128" (trimAll "[]" $host) | quote }}}
+{{- else if eq (len $parts) 1 -}}
+- podSelector: {}
+{{- else if or (eq (len $parts) 2) (eq (index $parts 2) "svc") -}}
+- namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: {{ index $parts 1 | quote }}}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Egress to an address: (dict "address" "" "default" PORT "to" PEERS), where peers that are given win
+over those that the address tells.
+*/}}
+{{- define "baton.addressEgress" -}}
+- ports:
+    - {port: {{ include "baton.portOf" . }}, protocol: TCP}
+  {{- with .to | default (include "baton.peersOf" .address | fromYamlArray) }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end -}}
 
 {{/* "true" if pods use the network of their nodes: no policy holds for these, and peers see a node. */}}
 {{- define "baton.onHostNetwork" -}}
-{{- range $role := include "baton.roles" . | fromYamlArray -}}
-{{- $values := index $.Values $role -}}
-{{- if or $values.hostNetwork (and (ne $role "router") $.Values.rdma.enabled $.Values.rdma.hostNetwork $values.rdma) -}}true{{- end -}}
-{{- end -}}
+{{- if include "baton.hostNetworkRoles" . -}}true{{- end -}}
 {{- end -}}
 
 {{/* Peers: the pods of the Ray cluster, and nodes whose network some of them use. */}}

@@ -5,140 +5,27 @@ The pods of the Ray cluster; (dict "root" $ "role" ROLE), where "head" is a role
 {{/* Ports of Ray that probes ask. */}}
 {{- define "baton.agentPort" -}}52365{{- end -}}
 
-{{/* What Serve and Ray read from the environment of each of their processes. */}}
-{{- define "baton.rayEnv" -}}
-{{- $timeout := (.Values.router.config | default dict).request_timeout_s | default 600 | float64 | ceil | int -}}
-RAY_SERVE_ENABLE_HA_PROXY: "1"
-RAY_SERVE_HAPROXY_BINARY_PATH: /usr/local/bin/baton-haproxy
-{{- /* HAProxy that was reloaded lets requests end for so long */}}
-RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S: {{ add $timeout 10 | quote }}
-RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S: "1"
-{{- /* time for Kubernetes to tell everybody that a pod gets no new connections */}}
-RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S: "10"
-RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS: "1"
-RAY_USAGE_STATS_ENABLED: "0"
-RAY_task_events_report_interval_ms: "0"
-HOME: /tmp
-XDG_CACHE_HOME: {{ .Values.modelCache.mountPath }}
-HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
-{{- end -}}
-
-{{/* UCX in the pods of a worker role: what is set for all, what RDMA needs, what is given. */}}
-{{- define "baton.ucxEnv" -}}
-{{- $env := deepCopy (.root.Values.kvTransfer.ucx.env | default dict) -}}
-{{- if include "baton.rdma" . -}}
-{{- $rdma := .root.Values.rdma -}}
-{{- range $name, $value := dict "UCX_TLS" $rdma.ucxTls "UCX_NET_DEVICES" $rdma.netDevices "UCX_IB_GID_INDEX" $rdma.ibGidIndex "UCX_IB_ADDR_TYPE" $rdma.ibAddrType -}}
-{{- with $value -}}{{- $_ := set $env $name (toString .) -}}{{- end -}}
-{{- end -}}
-{{- $env = mergeOverwrite $env ($rdma.env | default dict) -}}
-{{- end -}}
-{{- toYaml $env -}}
-{{- end -}}
-
-{{/* The list `env` of a pod: a role's own entries take the place of those of the same name. */}}
-{{- define "baton.env" -}}
-{{- $values := index .root.Values .role -}}
-{{- $own := dict -}}
-{{- range $values.env -}}{{- $_ := set $own .name true -}}{{- end -}}
-{{- $env := include "baton.rayEnv" .root | fromYaml -}}
-{{- if has .role (list "prefill" "decode" "mixed") -}}
-{{- $env = mergeOverwrite $env (include "baton.ucxEnv" . | fromYaml) -}}
-{{- end -}}
-{{- $env = mergeOverwrite $env (.root.Values.ray.env | default dict) -}}
-{{- range $name, $value := $env -}}
-{{- if not (hasKey $own $name) }}
-{{- if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ $value = int64 $value }}{{ end }}
-- name: {{ $name }}
-  value: {{ $value | toString | quote }}
-{{- end -}}
-{{- end -}}
-{{- if and (include "baton.hubTokenSecretName" .root) (not (hasKey $own "HF_TOKEN")) }}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "baton.hubTokenSecretName" .root }}
-      key: {{ .root.Values.secrets.hubToken.key }}
-{{- end -}}
-{{- with $values.env }}
-{{ toYaml . }}
-{{- end -}}
-{{- end -}}
-
 {{/*
-Seconds that `baton leave` has, by role, of them 20 to start a replica elsewhere. A worker hands back
-what it does; a router lets its requests end, for at most a quarter of an hour.
+A container's security context. RDMA adds what registering memory needs. An added capability is only
+root's to use, so where that is wanted, these containers are root's, with no other.
 */}}
-{{- define "baton.leaveSeconds" -}}
-{{- $place := 20 -}}
-{{- if eq .role "router" -}}
-{{- $timeout := (.root.Values.router.config | default dict).request_timeout_s | default 600 | float64 | ceil | int -}}
-{{- min (add $timeout 10 $place) 900 -}}
-{{- else -}}
-{{- $config := (index .root.Values .role).config | default dict -}}
-{{- $drain := hasKey $config "drain_s" | ternary (get $config "drain_s") 30 | float64 | ceil | int -}}
-{{- add $drain 10 $place -}}
-{{- end -}}
-{{- end -}}
-
-{{/*
-Seconds that a pod waits for others when the whole cluster goes, as after an upgrade: workers for the
-routers, the head for all. A router waits for nobody.
-*/}}
-{{- define "baton.patienceSeconds" -}}
-{{- $root := .root -}}
-{{- $routers := include "baton.leaveSeconds" (dict "root" $root "role" "router") | int -}}
-{{- if eq .role "router" -}}
-0
-{{- else if eq .role "head" -}}
-{{- $longest := 0 -}}
-{{- range $role := list "prefill" "decode" "mixed" -}}
-{{- $longest = max $longest (include "baton.leaveSeconds" (dict "root" $root "role" $role) | int) -}}
-{{- end -}}
-{{- add $routers $longest 30 -}}
-{{- else -}}
-{{- add $routers 15 -}}
-{{- end -}}
-{{- end -}}
-
-{{/* What a pod does when it is told to go; services/leave.py. */}}
-{{- define "baton.preStop" -}}
-{{- $leave := list "baton" "leave" -}}
-{{- if ne .role "head" -}}
-{{- $leave = concat $leave (list "--deadline" (include "baton.leaveSeconds" .)) -}}
-{{- end -}}
-{{- if ne .role "router" -}}
-{{- $leave = concat $leave (list "--after" (eq .role "head" | ternary "all" "routers") "--patience" (include "baton.patienceSeconds" .)) -}}
-{{- end -}}
-{{- toYaml $leave -}}
-{{- end -}}
-
-{{/*
-From the news that a pod goes until it is killed: what its preStop may take, and some seconds for the
-start of that and the end of Ray. It is the limit; most pods are gone long before.
-*/}}
-{{- define "baton.graceSeconds" -}}
-{{- $given := (index .root.Values .role).terminationGracePeriodSeconds -}}
-{{- if not (kindIs "invalid" $given) -}}
-{{- int $given -}}
-{{- else -}}
-{{- $own := eq .role "head" | ternary 15 (include "baton.leaveSeconds" (eq .role "head" | ternary (dict "root" .root "role" "router") .) | int) -}}
-{{- add $own (include "baton.patienceSeconds" .) 45 -}}
-{{- end -}}
-{{- end -}}
-
-{{/* A container's security context; RDMA adds what registering memory needs. */}}
 {{- define "baton.securityContext" -}}
 {{- $context := deepCopy .root.Values.securityContext -}}
-{{- if and (has .role (list "prefill" "decode" "mixed")) (include "baton.rdma" .) -}}
+{{- if include "baton.rdma" . -}}
+{{- $capabilities := deepCopy ($context.capabilities | default dict) -}}
 {{- with .root.Values.rdma.capabilities -}}
-{{- $_ := set $context "capabilities" (merge (dict "add" .) ($context.capabilities | default dict)) -}}
+{{- $_ := set $capabilities "add" (concat ($capabilities.add | default list) . | uniq) -}}
+{{- $_ := set $context "capabilities" $capabilities -}}
 {{- end -}}
+{{- end -}}
+{{- if include "baton.asRoot" . -}}
+{{- $_ := set $context "runAsUser" 0 -}}
+{{- $_ := set $context "runAsNonRoot" false -}}
 {{- end -}}
 {{- toYaml $context -}}
 {{- end -}}
 
-{{/* Requests and limits: those given, GPUs, and adapters. */}}
+{{/* Requests and limits: GPUs and adapters, under those given. */}}
 {{- define "baton.resources" -}}
 {{- $values := index .root.Values .role -}}
 {{- $resources := deepCopy $values.resources -}}
@@ -146,12 +33,15 @@ start of that and the end of Ray. It is the limit; most pods are gone long befor
 {{- if gt (dig "gpus" 0 $values | int) 0 -}}
 {{- $_ := set $devices $values.gpuResource (int $values.gpus) -}}
 {{- end -}}
-{{- if and (has .role (list "prefill" "decode" "mixed")) (include "baton.rdma" .) .root.Values.rdma.resource -}}
+{{- if and (include "baton.rdma" .) .root.Values.rdma.resource -}}
 {{- $_ := set $devices .root.Values.rdma.resource (int .root.Values.rdma.count) -}}
 {{- end -}}
 {{- if $devices -}}
-{{- $_ := set $resources "requests" (merge (deepCopy $devices) ($resources.requests | default dict)) -}}
-{{- $_ := set $resources "limits" (merge (deepCopy $devices) ($resources.limits | default dict)) -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- $all := deepCopy $devices -}}
+{{- include "baton.put" (dict "into" $all "from" (index $resources $kind)) -}}
+{{- $_ := set $resources $kind $all -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
@@ -209,13 +99,31 @@ router. The head's is ready with Ray's GCS.
 {{- end -}}
 {{- end -}}
 
-{{- define "baton.podAnnotations" -}}
-{{- $annotations := deepCopy ((index .root.Values .role).podAnnotations | default dict) -}}
-{{- if and (has .role (list "prefill" "decode" "mixed")) (include "baton.rdma" .) -}}
-{{- $rdma := deepCopy (.root.Values.rdma.annotations | default dict) -}}
-{{- with .root.Values.rdma.networks -}}{{- $_ := set $rdma "k8s.v1.cni.cncf.io/networks" . -}}{{- end -}}
-{{- $annotations = merge $annotations $rdma -}}
+{{/*
+The role's own affinity. Pods on their nodes' network have the same ports, so no two of a release fit on
+one node: Kubernetes would find that out by the ports, and say so less clearly.
+*/}}
+{{- define "baton.affinity" -}}
+{{- $affinity := deepCopy ((index .root.Values .role).affinity | default dict) -}}
+{{- if and (include "baton.hostNetwork" .) (not (hasKey $affinity "podAntiAffinity")) -}}
+{{- $roles := include "baton.hostNetworkRoles" .root | fromYamlArray -}}
+{{- $others := dict "key" "baton/role" "operator" "In" "values" $roles -}}
+{{- $selector := dict "matchLabels" (include "baton.selectorLabels" .root | fromYaml) "matchExpressions" (list $others) -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" $selector -}}
+{{- $_ := set $affinity "podAntiAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) -}}
 {{- end -}}
+{{- if $affinity -}}
+{{- toYaml $affinity -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.podAnnotations" -}}
+{{- $annotations := dict -}}
+{{- if include "baton.rdma" . -}}
+{{- include "baton.put" (dict "into" $annotations "from" .root.Values.rdma.annotations) -}}
+{{- with .root.Values.rdma.networks -}}{{- $_ := set $annotations "k8s.v1.cni.cncf.io/networks" . -}}{{- end -}}
+{{- end -}}
+{{- include "baton.put" (dict "into" $annotations "from" (index .root.Values .role).podAnnotations) -}}
 {{- if and (eq .role "head") (eq .root.Values.ray.upgradeStrategy.onConfigChange "NewCluster") -}}
 {{- $_ := set $annotations "baton/config" (include "baton.args" .root | sha256sum) -}}
 {{- end -}}
@@ -243,9 +151,10 @@ router. The head's is ready with Ray's GCS.
 {{- $root := .root -}}
 {{- $role := .role -}}
 {{- $values := index $root.Values $role -}}
-{{- $worker := has $role (list "prefill" "decode" "mixed") -}}
-{{- $hostNetwork := or (dig "hostNetwork" false $values) (and $worker (include "baton.rdma" .) $root.Values.rdma.hostNetwork) -}}
 {{- $head := eq $role "head" -}}
+{{- $secrets := include "baton.secretFiles" . | fromYaml -}}
+{{- include "baton.checkVolumes" (dict "root" $root "role" $role "secrets" $secrets) -}}
+{{- $end := include "baton.end" . | fromYaml -}}
 metadata:
   labels:
     {{- include "baton.roleLabels" . | nindent 4 }}
@@ -254,11 +163,11 @@ metadata:
     {{- . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ $head | ternary (include "baton.headServiceAccountName" $root) (include "baton.serviceAccountName" $root) }}
+  serviceAccountName: {{ $head | ternary (include "baton.headServiceAccountName" $root) (include "baton.serviceAccountName" $root) | quote }}
   automountServiceAccountToken: {{ or $root.Values.serviceAccount.automountToken (and $head $root.Values.autoscaling.enabled) }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ include "baton.graceSeconds" . }}
-  {{- if $hostNetwork }}
+  terminationGracePeriodSeconds: {{ $end.grace | int }}
+  {{- if include "baton.hostNetwork" . }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
@@ -267,14 +176,14 @@ spec:
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- with $values.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with $values.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- with $values.nodeSelector }}
   nodeSelector:
@@ -284,9 +193,9 @@ spec:
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $values.affinity }}
+  {{- with include "baton.affinity" . }}
   affinity:
-    {{- toYaml . | nindent 4 }}
+    {{- . | nindent 4 }}
   {{- end }}
   {{- with include "baton.spread" . }}
   topologySpreadConstraints:
@@ -315,18 +224,19 @@ spec:
       {{- with include "baton.probes" . | trim }}
       {{- . | nindent 6 }}
       {{- end }}
+      {{- with include "baton.preStop" (dict "role" $role "end" $end) }}
       lifecycle:
         preStop:
           exec:
             command:
-              {{- include "baton.preStop" . | nindent 14 }}
+              {{- . | nindent 14 }}
+      {{- end }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shared-mem, mountPath: /dev/shm}
-        - {name: cache, mountPath: {{ $root.Values.modelCache.mountPath }}}
-        - {name: cluster-secret, mountPath: {{ include "baton.secretFile" . | dir }}, readOnly: true}
-        {{- if include "baton.apiKeysSecretName" $root }}
-        - {name: api-keys, mountPath: {{ include "baton.apiKeysFile" . | dir }}, readOnly: true}
+        - {name: cache, mountPath: {{ $root.Values.modelCache.mountPath | quote }}}
+        {{- range $name, $file := $secrets }}
+        - {name: {{ $name }}, mountPath: {{ dir $file.file }}, readOnly: true}
         {{- end }}
         {{- with $values.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
@@ -338,27 +248,21 @@ spec:
     - name: tmp
       emptyDir: {}
     - name: shared-mem
-      emptyDir: {medium: Memory, sizeLimit: {{ $values.shm.size }}}
+      emptyDir: {medium: Memory, sizeLimit: {{ include "baton.text" $values.shm.size | quote }}}
     - name: cache
       {{- if $root.Values.modelCache.enabled }}
       persistentVolumeClaim:
-        claimName: {{ include "baton.modelCacheClaimName" $root }}
+        claimName: {{ include "baton.modelCacheClaimName" $root | quote }}
       {{- else }}
       emptyDir: {}
       {{- end }}
-    - name: cluster-secret
+    {{- range $name, $file := $secrets }}
+    - name: {{ $name }}
       secret:
-        secretName: {{ include "baton.clusterSecretName" $root }}
+        secretName: {{ $file.secret | quote }}
         defaultMode: 0440
         items:
-          - {key: {{ $root.Values.secrets.clusterSecret.key | quote }}, path: {{ include "baton.secretFile" . | base }}}
-    {{- with include "baton.apiKeysSecretName" $root }}
-    - name: api-keys
-      secret:
-        secretName: {{ . }}
-        defaultMode: 0440
-        items:
-          - {key: {{ $root.Values.secrets.apiKeys.key | quote }}, path: {{ include "baton.apiKeysFile" $root | base }}}
+          - {key: {{ $file.key | quote }}, path: {{ base $file.file }}}
     {{- end }}
     {{- with $values.extraVolumes }}
     {{- toYaml . | nindent 4 }}

@@ -6,14 +6,47 @@ The Serve config of the RayService. Its `args` are the keys of `baton serve --co
 {{- define "baton.secretFile" -}}/etc/baton/cluster/secret{{- end -}}
 {{- define "baton.apiKeysFile" -}}/etc/baton/api/keys{{- end -}}
 
+{{/*
+Ports that Ray and Serve have in the pods: those with a number of their own, and the ranges of
+replicas' HTTP servers and of Ray's own processes.
+*/}}
+{{- define "baton.checkPorts" -}}
+{{- $port := int .Values.config.metrics_port -}}
+{{- $whose := get (dict "6379" "Ray's GCS" "8000" "Serve's HAProxy" "8080" "Ray's own metrics" "8265" "Ray's dashboard" "8404" "HAProxy's statistics" "8500" "Serve's fallback proxy" "9101" "HAProxy's metrics" "10001" "Ray's client server" "52365" "Ray's agent") (toString $port) -}}
+{{- if and (ge $port 10002) (le $port 19999) -}}{{- $whose = "Ray's workers (10002 to 19999)" -}}{{- end -}}
+{{- if and (ge $port 30000) (le $port 31000) -}}{{- $whose = "Serve's replicas (30000 to 31000)" -}}{{- end -}}
+{{- with $whose -}}
+{{- fail (printf "config.metrics_port: %d is the port of %s in the pods; take another, such as 9400" $port .) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Names of the deployments in services/app.py. */}}
 {{- define "baton.deployment" -}}
 {{- get (dict "router" "Router" "prefill" "PrefillWorker" "decode" "DecodeWorker" "mixed" "MixedWorker") . -}}
 {{- end -}}
 
-{{/* "true" if a worker role takes part in rdma. */}}
+{{/* "true" if a role takes part in rdma, as only those of workers can. */}}
 {{- define "baton.rdma" -}}
 {{- if and .root.Values.rdma.enabled (index .root.Values .role).rdma -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if containers of Ray of this role are root's. */}}
+{{- define "baton.asRoot" -}}
+{{- if and (include "baton.rdma" .) .root.Values.rdma.runAsRoot -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if pods of this role use their nodes' network. */}}
+{{- define "baton.hostNetwork" -}}
+{{- if or (index .root.Values .role).hostNetwork (and .root.Values.rdma.hostNetwork (include "baton.rdma" .)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The roles of which that is so, as a YAML list; empty: none. */}}
+{{- define "baton.hostNetworkRoles" -}}
+{{- range $role := list "router" "prefill" "decode" "mixed" -}}
+{{- if and (gt (int (index $.Values $role).replicas) 0) (include "baton.hostNetwork" (dict "root" $ "role" $role)) }}
+- {{ $role }}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/*
@@ -49,17 +82,18 @@ its node, so none of these would be found out there.
 {{/* The block of a worker role. What its own `config` says wins. */}}
 {{- define "baton.workerArgs" -}}
 {{- $values := index .root.Values .role -}}
-{{- $own := dict "transport" (include "baton.transport" .root) "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
+{{- $args := dict "transport" (include "baton.transport" .root) "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
 {{- with include "baton.threads" $values -}}
-{{- $_ := set $own "threads" (int .) -}}
+{{- $_ := set $args "threads" (int .) -}}
 {{- end -}}
 {{- if include "baton.rdma" . -}}
 {{- $rdma := .root.Values.rdma -}}
-{{- with $rdma.ucxTls -}}{{- $_ := set $own "ucx_tls" . -}}{{- end -}}
-{{- with $rdma.netDevices -}}{{- $_ := set $own "net_devices" . -}}{{- end -}}
+{{- with $rdma.ucxTls -}}{{- $_ := set $args "ucx_tls" . -}}{{- end -}}
+{{- with $rdma.netDevices -}}{{- $_ := set $args "net_devices" . -}}{{- end -}}
 {{- end -}}
 {{- /* One, whatever there are: how many is said beside `args`, so that scaling restarts nobody. */ -}}
-{{- $args := merge (dict "replicas" 1) ($values.config | default dict) $own -}}
+{{- include "baton.put" (dict "into" $args "from" $values.config) -}}
+{{- $_ := set $args "replicas" 1 -}}
 {{- if and (eq $args.device "cuda") (eq $args.transport "tcp") -}}
 {{- fail (printf "%s: its KV is on a GPU, which the transport tcp does not reach; set kvTransfer.transport to nixl, which takes TCP where there is no RDMA" .role) -}}
 {{- end -}}
@@ -79,8 +113,11 @@ its node, so none of these would be found out there.
 {{/* All of `args`. */}}
 {{- define "baton.args" -}}
 {{- include "baton.checkPools" . -}}
-{{- $args := merge (dict "secret_file" (include "baton.secretFile" .) "workers_per_host" 1) .Values.config -}}
-{{- $router := merge (deepCopy (.Values.router.config | default dict)) (dict "slo_ttft_s" .Values.slo.ttftSeconds "slo_tpot_s" .Values.slo.tpotSeconds) -}}
+{{- include "baton.checkPorts" . -}}
+{{- $args := dict "secret_file" (include "baton.secretFile" .) "workers_per_host" 1 -}}
+{{- include "baton.put" (dict "into" $args "from" .Values.config) -}}
+{{- $router := dict "slo_ttft_s" .Values.slo.ttftSeconds "slo_tpot_s" .Values.slo.tpotSeconds -}}
+{{- include "baton.put" (dict "into" $router "from" .Values.router.config) -}}
 {{- if include "baton.apiKeysSecretName" . -}}
 {{- $_ := set $router "api_keys_file" (include "baton.apiKeysFile" .) -}}
 {{- end -}}
