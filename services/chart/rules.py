@@ -32,10 +32,10 @@ def whole(low: int | None = None, high: int | None = None, null: bool = False) -
     return schema | _span(Limit(low, high))
 
 
-def closed(_description: str = "", **keys: Schema) -> Schema:
+def closed(description: str = "", /, **keys: Schema) -> Schema:
     """A mapping that has no other keys than these."""
     schema = {"type": "object", "additionalProperties": False, "properties": keys}
-    return _described(schema, _description)
+    return _described(schema, description)
 
 
 def mapping(of: Schema | None = None, description: str = "") -> Schema:
