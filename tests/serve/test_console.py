@@ -337,11 +337,11 @@ def test_what_pools_should_have_and_why(browser: Browser, at: Stage) -> None:
         event |= {"pools": pools, "start_failures": [failed]}
         event["workers"] = [one for one in event["workers"] if one["role"] == "prefill"]
     with told(browser, at, events) as page:
-        for theme in ("light", "dark"):
-            page.media(prefers_color_scheme=theme)
-            page.until(f"document.documentElement.dataset.theme === '{theme}'")
+        for _ in ("light", "dark"):
+            theme = page.js("document.documentElement.dataset.theme")
             page.shoot(PICTURES / f"scaling-{theme}.png", "#workers")
-        said = "[...document.querySelectorAll('.pool')].map(e => e.innerText.split('\\n'))"
+            page.press("t")
+        said = "[...document.querySelectorAll('.pool')].map(e => e.innerText.split(/\\n+/))"
         prefill, decode = page.js(said)
         assert prefill[0].startswith("Prefill")
         head = " ".join(prefill[:2])
