@@ -125,7 +125,7 @@ def _times(settings: WorkerSettings, limit_s: float, say: Callable[[str], None])
     pace = parse_pace(settings.pace)
     runner = model if pace is None else PacedRunner(model, pace)
     say(
-        f"  {settings.role}: {engine.threads} threads, {engine.device}, {engine.dtype}, steps of"
+        f"  {settings.role}: {engine.device}, threads {engine.threads}, {engine.dtype}, steps of"
         f" {engine.token_budget} tokens, {engine.max_num_seqs} sequences, {engine.kv_blocks} blocks"
     )
     found = []

@@ -31,7 +31,7 @@ class FitError(ValueError):
 
 @dataclass(frozen=True)
 class Point:
-    """One timing, the median of some: of a prompt's next tokens, or of a step that decodes."""
+    """One timing: of a prompt's next tokens, or of a step that decodes."""
 
     size: int  # tokens, or sequences
     context: float  # tokens before them; when decoding, before each of them
