@@ -81,6 +81,7 @@ PURE = [
     "router/buckets.py",
     "router/observation.py",
     "router/ledger.py",
+    "router/pools.py",
     "services/engine/sequence.py",
     "services/engine/blocks.py",
     "services/engine/scheduler.py",
