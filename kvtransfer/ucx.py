@@ -42,7 +42,7 @@ class Setting:
 def settle(options: UcxOptions, environment: Mapping[str, str]) -> dict[str, Setting]:
     """All variables that UCX will see, by name, those first that the configuration can set.
 
-    An empty variable is one that nobody has set.
+    An empty text, of a variable or of a key, says nothing.
     """
     found = {
         name: Setting(name, value, ENVIRONMENT)
@@ -54,7 +54,7 @@ def settle(options: UcxOptions, environment: Mapping[str, str]) -> dict[str, Set
         (TLS, "ucx_tls", options.tls),
         (NET_DEVICES, "net_devices", options.net_devices),
     ):
-        if value != AUTO:
+        if value not in (AUTO, ""):
             chosen[name] = Setting(name, value, f"configuration, {key}")
         elif name in found:
             chosen[name] = found[name]

@@ -46,8 +46,9 @@ def test_a_configuration_that_says_something_wins_for_what_it_says() -> None:
     assert values(mine, SET)["UCX_TLS"] == "rc,tcp"
 
 
-def test_an_empty_variable_says_nothing() -> None:
+def test_an_empty_text_says_nothing() -> None:
     assert values(AUTOMATIC, {"UCX_TLS": "", "UCX_NET_DEVICES": ""}) == {"UCX_NET_DEVICES": "lo"}
+    assert values(UcxOptions("", ""), SET) == values(AUTOMATIC, SET)
 
 
 def test_a_log_line_says_what_is_used_and_who_said_so() -> None:
