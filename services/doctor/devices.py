@@ -57,7 +57,7 @@ def check_gpu(
             "use the image that was built with VARIANT=cuda, or install torch from the index for"
             " CUDA",
         )
-    if (root / DRIVER).is_dir():
+    if any((root / folder / file).exists() for folder, file in DRIVER_FOLDERS.values()):
         return _driver_of_gke(root, why, environment)
     nodes = sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*"))
     if nodes:
@@ -94,8 +94,8 @@ def _driver_of_gke(root: Path, why: str, environment: Mapping[str, str]) -> Find
             "gpu",
             Level.FAIL,
             f"the driver is in /{DRIVER}, as GKE mounts it, but {names}",
-            f"set {' '.join(words)} (`env` of the role in the chart), or use the image that was"
-            " built with VARIANT=cuda, which has both",
+            "use the image that was built with VARIANT=cuda, which looks there; in the Dockerfile of"
+            f" another one: ENV {' '.join(words)}",
         )
     return Finding(
         "gpu",

@@ -201,10 +201,10 @@ LOOKS = {"PATH": "/bin:/usr/local/nvidia/bin", "LD_LIBRARY_PATH": "/usr/local/nv
     ("environment", "lacking", "mend"),
     [
         ({"PATH": "/bin"}, "PATH lacks /usr/local/nvidia/bin and LD_LIBRARY_PATH lacks",
-         "set PATH=$PATH:/usr/local/nvidia/bin LD_LIBRARY_PATH=/usr/local/nvidia/lib64"),
-        (LOOKS | {"PATH": "/bin"}, "but PATH lacks", "set PATH=$PATH:/usr/local/nvidia/bin ("),
+         "ENV PATH=$PATH:/usr/local/nvidia/bin LD_LIBRARY_PATH=/usr/local/nvidia/lib64"),
+        (LOOKS | {"PATH": "/bin"}, "but PATH lacks", "ENV PATH=$PATH:/usr/local/nvidia/bin"),
         (LOOKS | {"LD_LIBRARY_PATH": ""}, "but LD_LIBRARY_PATH lacks /usr/local/nvidia/lib64",
-         "set LD_LIBRARY_PATH=/usr/local/nvidia/lib64 ("),
+         "ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64"),
         (LOOKS, "but nvidia-smi says: no devices", "was installed to the end"),
     ],
 )  # fmt: skip
@@ -221,6 +221,12 @@ def test_a_driver_where_gke_mounts_it(
     assert mend in finding.mend
     found = devices.check_gpu(tmp_path, ["NVIDIA L4"], True, False, "", environment)
     assert found.level is Level.OK
+
+
+def test_a_folder_without_a_driver_is_none(tmp_path: Path) -> None:
+    (tmp_path / "usr/local/nvidia/bin").mkdir(parents=True)
+    finding = devices.check_gpu(tmp_path, [], True, False, "is not in PATH", LOOKS)
+    assert finding.level is Level.NOTE
 
 
 @pytest.mark.parametrize(
