@@ -28,8 +28,8 @@ from services.engine.sequence import Key, SamplingParams
 from services.planner.fit import FEWEST, SHORTEST_S, FitError, Point, fit
 
 LENGTH = 64  # of the shortest prompt; smaller steps would mostly read weights
-LOOK = 8  # tokens of the first one, which says whether even that takes too long
-LONG = 20  # it does, if it takes more than the 20th part of the time that there is
+LOOK = 8  # tokens of the first one, which says whether even such take too long
+LONG = 10  # they do, if one takes more than this part of the time that there is
 CONTEXT = 64  # of the shortest answers
 BEHIND = 512  # shortest context of chunks of prompts
 TURNS = 3  # of each case, about: the first ones may take a third of the time
@@ -182,15 +182,16 @@ class Trials:
 
     def _shortest(self, limit_s: float) -> int:
         """Tokens of the shortest prompt; fewer where the model is very slow."""
-        look = Case(min(LOOK, _room(self._config)))
-        if look.size < 1:
+        room = _room(self._config)
+        shortest = min(LOOK, room)
+        if shortest < 1:
             return LENGTH  # nothing fits
-        engine = self._engine(blocks_of("prefill", look, self._config))
-        self._prompt(engine, look)
-        took = self._prompt(engine, look)
-        shortest = LENGTH
-        while shortest > LOOK and shortest * took / look.size * LONG > limit_s:
-            shortest //= 2
+        engine = self._engine(blocks_of("prefill", Case(min(LENGTH, room)), self._config))
+        self._prompt(engine, Case(shortest))
+        took = self._prompt(engine, Case(shortest))
+        while 2 * shortest <= min(LENGTH, room) and 2 * took * LONG <= limit_s:
+            shortest *= 2
+            took = self._prompt(engine, Case(shortest))
         return shortest
 
     def _prompt(self, engine: Engine, case: Case) -> float:
