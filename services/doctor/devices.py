@@ -94,8 +94,8 @@ def _driver_of_gke(root: Path, why: str, environment: Mapping[str, str]) -> Find
             "gpu",
             Level.FAIL,
             f"the driver is in /{DRIVER}, as GKE mounts it, but {names}",
-            "use the image that was built with VARIANT=cuda, which looks there; in the Dockerfile of"
-            f" another one: ENV {' '.join(words)}",
+            "use the image that was built with VARIANT=cuda, which looks there; in the Dockerfile"
+            f" of another one: ENV {' '.join(words)}",
         )
     return Finding(
         "gpu",
