@@ -351,7 +351,8 @@ def _size(spec: AppSpec, role: str) -> dict[str, Any]:
         warnings.simplefilter("ignore", DeprecationWarning)
         decides = AutoscalingConfig(
             min_replicas=low,
-            initial_replicas=num,
+            # Serve would go back to it at each deploy, also to where it is now.
+            initial_replicas=num if num > low else None,
             max_replicas=high,
             metrics_interval_s=REPORT_S,
             look_back_period_s=LOOK_BACK_S,

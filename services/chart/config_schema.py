@@ -14,6 +14,7 @@ from router.config import ABOVE_ZERO, LARGEST, MAY_BE_ZERO, POLICIES, RouterConf
 from services.cli import field_notes
 from services.config import LIMITS, ROLES, AppConfig, Limit, WorkerConfig
 from services.engine.config import EngineConfig
+from services.planner.config import PoolScaling, ScalingConfig
 
 Schema = dict[str, Any]
 
@@ -65,6 +66,15 @@ def worker_schema() -> Schema:
     transports = schema["properties"]["transport"]["enum"]
     schema["properties"]["transport"]["enum"] = [t for t in transports if t not in ONE_PROCESS]
     schema["properties"] |= _block(EngineConfig)["properties"]
+    return schema
+
+
+def scaling_schema() -> Schema:
+    """The keys of how pools scale, without those that follow from the numbers of pods."""
+    schema = _block(ScalingConfig)
+    pool = _block(PoolScaling, but=("min", "max", "devices"))
+    for role in ("prefill", "decode"):
+        schema["properties"][role] = pool
     return schema
 
 

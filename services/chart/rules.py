@@ -9,7 +9,13 @@ own, which are those that Kubernetes has explained already.
 
 from typing import Any
 
-from services.chart.config_schema import Schema, app_schema, router_schema, worker_schema
+from services.chart.config_schema import (
+    Schema,
+    app_schema,
+    router_schema,
+    scaling_schema,
+    worker_schema,
+)
 from services.config import Limit
 
 ROLES = ("router", "prefill", "decode", "mixed")
@@ -230,6 +236,7 @@ OURS: dict[str, Schema] = {
     "ray.env": ENVIRONMENT,
     "ray.logEncoding": text(enum=["TEXT", "JSON"]),
     "idleTimeoutSeconds": whole(1) | {"description": "a pod without replicas goes after so long"},
+    "autoscaling.config": scaling_schema(),
     "autoscaling.upscalingMode": text(
         "how many pods are added at once", enum=["Default", "Aggressive", "Conservative"]
     ),

@@ -86,11 +86,6 @@ its node, so none of these would be found out there.
 {{- with include "baton.threads" $values -}}
 {{- $_ := set $args "threads" (int .) -}}
 {{- end -}}
-{{- if include "baton.rdma" . -}}
-{{- $rdma := .root.Values.rdma -}}
-{{- with $rdma.ucxTls -}}{{- $_ := set $args "ucx_tls" . -}}{{- end -}}
-{{- with $rdma.netDevices -}}{{- $_ := set $args "net_devices" . -}}{{- end -}}
-{{- end -}}
 {{- /* One, whatever there are: how many is said beside `args`, so that scaling restarts nobody. */ -}}
 {{- include "baton.put" (dict "into" $args "from" $values.config) -}}
 {{- $_ := set $args "replicas" 1 -}}
@@ -110,6 +105,30 @@ its node, so none of these would be found out there.
 {{- end -}}
 {{- end -}}
 
+{{/*
+The block `autoscaling`, where Baton decides on the pools: their bounds are those of the pods, and an
+accelerator of the budget is a GPU, or a worker where there are none. Empty: it does not.
+*/}}
+{{- define "baton.scalingArgs" -}}
+{{- if .Values.autoscaling.byLoad -}}
+{{- if not .Values.autoscaling.enabled -}}
+{{- fail "autoscaling.byLoad needs autoscaling.enabled: pods have to come and go with the workers" -}}
+{{- end -}}
+{{- $args := deepCopy .Values.autoscaling.config -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $values := index $.Values $role -}}
+{{- if gt (int $values.replicas) 0 -}}
+{{- $bounds := include "baton.bounds" (dict "root" $ "role" $role) | fromYaml -}}
+{{- $own := dict "min" (int $bounds.min) "max" (int $bounds.max) "devices" (max 1 (int $values.gpus)) -}}
+{{- $block := index $args $role | default dict -}}
+{{- include "baton.put" (dict "into" $block "from" $own) -}}
+{{- $_ := set $args $role $block -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $args -}}
+{{- end -}}
+{{- end -}}
+
 {{/* All of `args`. */}}
 {{- define "baton.args" -}}
 {{- include "baton.checkPools" . -}}
@@ -122,6 +141,11 @@ its node, so none of these would be found out there.
 {{- $_ := set $router "api_keys_file" (include "baton.apiKeysFile" .) -}}
 {{- end -}}
 {{- $_ := set $args "router" $router -}}
+{{- with include "baton.scalingArgs" . -}}
+{{- /* Then who scales the pools is told of all replicas, and their numbers stand in `args`. */ -}}
+{{- $_ := set $args "autoscaling" (fromYaml .) -}}
+{{- $_ := set $args "routers" (int $.Values.router.replicas) -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" "mixed" -}}
 {{- if gt (int (index $.Values $role).replicas) 0 -}}
 {{- $_ := set $args $role (include "baton.workerArgs" (dict "root" $ "role" $role) | fromYaml) -}}
@@ -169,7 +193,11 @@ starts a new replica before it stops an old one; else the old one must go first.
 {{- if ne $role "router" -}}
 {{- $_ := set $wanted $role (int $values.replicas) -}}
 {{- end -}}
-{{- $deployments = append $deployments (dict "name" (include "baton.deployment" $role) "num_replicas" (int $values.replicas) "max_surge_percent" $surge "ray_actor_options" $options) -}}
+{{- $deployment := dict "name" (include "baton.deployment" $role) "max_surge_percent" $surge "ray_actor_options" $options -}}
+{{- if or (not $.Values.autoscaling.byLoad) (eq $role "mixed") -}}
+{{- $_ := set $deployment "num_replicas" (int $values.replicas) -}}
+{{- end -}}
+{{- $deployments = append $deployments $deployment -}}
 {{- end -}}
 {{- /* Routers are told how many there shall be; they take a change without a restart. */ -}}
 {{- $_ := set (first $deployments) "user_config" (dict "routers" (int .Values.router.replicas) "workers" $wanted) -}}
