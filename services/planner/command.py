@@ -31,7 +31,6 @@ from services.warm_kernels import warm_kernels
 FAILED = 1
 MINUTES = (0.05, 600.0)
 TICK_S = 5.0  # between two lines on how far it is
-DOUBTFUL = 0.25  # of the median error: the planner would do better without such a model
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ def _times(settings: WorkerSettings, limit_s: float, say: Callable[[str], None])
         ticks = _Ticks(kind, limit_s, say)
         fit = half_of(kind, settings, runner, model.region, limit_s, thorough=True, progress=ticks)
         say(words.fit_text(fit))
-        if fit.median_error > DOUBTFUL:
-            say("  that is too far off to rely on: was the machine busy with something else?")
+        if fit.is_doubtful:
+            say("  too far off to rely on: was the machine busy with something else?")
         found.append(Timed(settings.role, engine, fit))
     return found
 

@@ -23,6 +23,7 @@ FEWEST = 4  # points; three would be met exactly, whatever they are
 LONGEST_S = 1e6
 SHORTEST_S = 1e-9
 LARGEST = 1e9  # tokens, sequences
+DOUBTFUL = (0.25, 0.6)  # median and largest error
 
 
 class FitError(ValueError):
@@ -70,6 +71,12 @@ class Fit:
     def largest_error(self) -> float:
         """Its size."""
         return abs(self.error(self.worst))
+
+    @property
+    def is_doubtful(self) -> bool:
+        """The machine was busy with something else, or its steps are not as the model has them."""
+        middle, largest = DOUBTFUL
+        return self.median_error > middle or self.largest_error > largest
 
 
 def fit(kind: str, points: Iterable[Point]) -> Fit:

@@ -97,6 +97,8 @@ def half_of(
         100 * found.median_error,
         "as timed earlier" if known else f"timed now, {len(found.points)} points",
     )
+    if found.is_doubtful:
+        log.warning("that is far off; baton profile does it better while the machine is idle")
     return found
 
 

@@ -59,7 +59,8 @@ def model_text(found: Fit) -> str:
 def _named(found: Fit, point: Point) -> str:
     if found.kind == "prefill":
         return f"{point.size} tokens behind {point.context:.0f}"
-    return f"{point.size} sequences at a context of {point.context:.0f}"
+    sequences = "1 sequence" if point.size == 1 else f"{point.size} sequences"
+    return f"{sequences} at a context of {point.context:.0f}"
 
 
 def duration(seconds: float) -> str:

@@ -97,7 +97,8 @@ def test_each_point_has_its_line_and_the_largest_error_its_name() -> None:
     assert first[2] == words.duration(PROFILE.decode_s(1, 64))
     assert re.fullmatch(r"[+-]\d+ %", first[4])
     worst = found.worst
-    assert f"{worst.size} sequences at a context of {worst.context:.0f}" in lines[-3]
+    assert f"({worst.size} sequence" in lines[-3]
+    assert f"at a context of {worst.context:.0f})" in lines[-3]
     assert f"{100 * found.largest_error:.0f} % at most" in lines[-3]
 
 

@@ -189,6 +189,15 @@ def test_errors_are_those_of_the_points() -> None:
     assert found.largest_error == pytest.approx(0.4)
 
 
+def test_points_that_do_not_fit_are_doubtful() -> None:
+    there = points(PROFILE, "decode")
+    assert not fit("decode", there).is_doubtful
+    one = replace(there[5], seconds=5 * there[5].seconds)
+    assert fit("decode", [*there[:5], one, *there[6:]]).is_doubtful
+    many = [replace(p, seconds=p.seconds * (1, 2.2)[i % 2]) for i, p in enumerate(there)]
+    assert fit("decode", many).is_doubtful
+
+
 # --- files and reports ---
 
 
