@@ -13,7 +13,7 @@ from math import log, sqrt
 from services.planner.observation import Window
 
 SURPRISE = 3.0  # standard deviations by which what came lately must differ to be another load
-UNSURE = 0.2  # share of the load by which chance may bend a trend that is looked at
+UNSURE = 0.1  # share of the load by which chance may bend a trend that is looked at
 GROWS = 1.05  # times the load of now, from which on a load grows
 AT_MOST = 2.0  # times the load of now: as much as a trend is believed
 LEAST_S = 10.0  # what came in a shorter time counts as if it had come in this one

@@ -81,6 +81,7 @@ class PoolMemory:
 
     direction: int = 0  # of the last change: +1, -1, 0 for none yet
     changed_at: float = float("-inf")
+    grown_at: float = float("-inf")  # the last increase
     reversed_at: float = float("-inf")
     needs: tuple[tuple[float, int], ...] = ()  # (at, workers that would have been enough), lately
     correction: float = 1.0  # the load is so many times what the profile says

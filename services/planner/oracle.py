@@ -28,6 +28,7 @@ SLOT_S = 60.0
 STRICTER = 0.97  # times the objective, each time that a plan has failed
 TRIES = 8
 LARGEST = 512
+HOPELESS = 3.0  # times the objective that a step may take before fewer workers are given up
 
 Schedule = dict[str, list[tuple[float, int]]]
 """By role: (from when on, workers wanted), in order."""
@@ -193,13 +194,17 @@ class _Sharing:
         other.ends = self.ends.copy()
         return other
 
+    def step_s(self, workers: int) -> float:
+        """Of a step now."""
+        count = max(1, len(self.ends))
+        context = self.base / count + self.tokens
+        return self.profile.decode_s(max(1.0, count / workers), context)
+
     def go_on(self, until: float, workers: int) -> list[tuple[float, float]]:
         """(when it began, seconds per token) of the answers that end."""
         ended = []
         while self.ends:
-            count = len(self.ends)
-            context = self.base / count + self.tokens
-            step_s = self.profile.decode_s(max(1.0, count / workers), context)
+            step_s = self.step_s(workers)
             first = self.ends[0]
             if self.now + (first.ends - self.tokens) * step_s > until:
                 self.tokens += (until - self.now) / step_s
@@ -234,19 +239,22 @@ def _fewest_sharers(
     state, place = _Sharing(profile, handoff_s), 0
     for slot in range(slots):
         for size in range(1, LARGEST):
-            tpots, after = _try_slot(state, jobs, place, slot, size)
+            tpots, after = _try_slot(state, jobs, place, slot, size, HOPELESS * objective_s)
+            if after is None:
+                continue
             if sum(tpot <= objective_s for tpot in tpots) >= attainment * len(tpots):
                 break
+        assert after is not None
         sizes.append(size)
         state, place = after
     return sizes
 
 
 def _try_slot(
-    state: _Sharing, jobs: list[_Job], place: int, slot: int, size: int
-) -> tuple[list[float], tuple[_Sharing, int]]:
+    state: _Sharing, jobs: list[_Job], place: int, slot: int, size: int, hopeless_s: float
+) -> tuple[list[float], tuple[_Sharing, int] | None]:
     """Seconds per token of the answers that begin in a slot, if so many workers stay until they
-    have ended; and what there is at the slot's end.
+    have ended; and what there is at the slot's end, if no step takes longer than ``hopeless_s``.
     """
     begin, end = slot * SLOT_S, (slot + 1) * SLOT_S
     trial = state.copy()
@@ -259,6 +267,8 @@ def _try_slot(
             after = trial.copy(), place
             continue
         ended += trial.go_on(next_at, size)
+        if trial.step_s(size) > hopeless_s:
+            return [], None
         if place < len(jobs):
             trial.add(jobs[place])
             place += 1

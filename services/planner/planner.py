@@ -13,7 +13,7 @@ change of direction, until ``cooldown_s`` after the last one. From none to one n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from services.planner.config import PoolScaling, ScalingConfig
 from services.planner.demand import DecodeLoad, Need, PrefillLoad, decode_load, prefill_load
@@ -27,7 +27,7 @@ from services.planner.observation import (
 )
 from services.planner.profile import Profile
 
-SLACK = 1.1  # fewer workers are enough if they are for so many times the load
+SLACK = 1.05  # a pool is left as it is while the load is within so much of what it is for
 STALE_S = 60.0  # nothing was heard of for so long: nothing is known
 JUDGED_S = 60.0  # time that attainment looks back
 SURE = 2.0  # standard deviations by which attainment must be below what is wanted
@@ -98,7 +98,7 @@ def _pool(
         load = prefill_load(seen, profile, own.objective_s, config.attainment)
     else:
         load = decode_load(seen, profile, own.objective_s)
-    up, down = load.need(memory.correction), load.need(memory.correction * SLACK)
+    up, down = load.need(memory.correction / SLACK), load.need(memory.correction * SLACK)
     if memory.correction > 1.05 and up.workers > here.target:
         text = f"{up.words}, times {memory.correction:.2f} as objectives are missed"
         up = replace(up, reason="attainment", words=text)
@@ -116,8 +116,7 @@ def _corrected(
     judged, wanted = pool.good + pool.bad, config.attainment
     answer_s = seen.answer_tokens * config.decode.objective_s  # verdicts come with the last token
     settled_s = JUDGED_S + answer_s + seen.late_s
-    grown_at = memory.changed_at + pool.start_s if memory.direction > 0 else memory.corrected_at
-    since = max(grown_at, memory.corrected_at)
+    since = max(memory.grown_at + pool.start_s, memory.corrected_at)
     if not judged or seen.at - since < settled_s:
         return memory
     missed = pool.bad - (1 - wanted) * judged
@@ -217,8 +216,7 @@ def _settle(pool: _Pool, want: PoolDecision, now: float) -> tuple[PoolDecision, 
         enough = want.target
     if want.reason == "budget":
         enough = want.target  # the other pool is worse off
-    kept = [(at, count) for at, count in past.needs if now - at < config.down_after_s]
-    past = replace(past, needs=_thinned([*kept, (now, enough)], config.down_after_s))
+    past = replace(past, needs=_thinned([*past.needs, (now, enough)], now, config.down_after_s))
     target = want.target
     if target > seen.target:
         return _up(pool, want, past, now), past
@@ -261,14 +259,20 @@ def _held(pool: _Pool, now: float) -> PoolMemory:
     return replace(past, failures=failures, held_until=now + hold_s)
 
 
-def _thinned(needs: list[tuple[float, int]], window_s: float) -> tuple[tuple[float, int], ...]:
-    """The largest need of each twentieth of the window: enough to know the largest of it."""
+def _thinned(
+    needs: list[tuple[float, int]], now: float, window_s: float
+) -> tuple[tuple[float, int], ...]:
+    """The largest need of each twentieth of the window: enough to know the largest of it. The last
+    one before it stays as well: so far back is known, however rarely it is looked.
+    """
+    begins = max((at for at, _ in needs if now - at >= window_s), default=-inf)
     slots: dict[int, tuple[float, int]] = {}
     size = max(window_s / 20, 1e-9)
     for at, count in needs:
-        slot = int(at / size)
-        first = slots.get(slot, (at, count))
-        slots[slot] = (first[0], max(first[1], count))
+        if at >= begins:
+            slot = int(at / size)
+            first = slots.get(slot, (at, count))
+            slots[slot] = (first[0], max(first[1], count))
     return tuple(slots.values())
 
 
@@ -281,5 +285,6 @@ def _remember(memory: PoolMemory, before: int, target: int, now: float) -> PoolM
         memory,
         direction=direction,
         changed_at=now,
+        grown_at=now if direction > 0 else memory.grown_at,
         reversed_at=now if turned else memory.reversed_at,
     )

@@ -10,15 +10,15 @@ from services.planner.sim_control import Reports
 from services.planner.sim_pool import World
 from services.planner.workload import Trace, bursts, draw, ramp, sine, steps, turns
 
-TTFT_S, TPOT_S = 20.0, 0.25
+TTFT_S, TPOT_S = 30.0, 0.25
 
 LAPTOP = Profile(
     prefill_step=0.05,
-    prefill_token=6e-3,
-    prefill_pair=8e-7,
+    prefill_token=10e-3,
+    prefill_pair=1.3e-6,
     decode_step=0.08,
-    decode_seq=0.012,
-    decode_pair=4e-6,
+    decode_seq=0.022,
+    decode_pair=7e-6,
 )
 """About a model of some hundred million parameters on a core or two."""
 
@@ -37,8 +37,8 @@ WORLD = World(
 
 SCALING = ScalingConfig(
     interval_s=5.0,
-    prefill=PoolScaling(min=1, max=16, objective_s=TTFT_S),
-    decode=PoolScaling(min=1, max=16, objective_s=TPOT_S),
+    prefill=PoolScaling(min=1, max=24, objective_s=TTFT_S, down_after_s=60.0),
+    decode=PoolScaling(min=1, max=24, objective_s=TPOT_S, down_after_s=60.0),
 )
 
 REPORTS = {"clean": Reports(), "late": Reports(late_s=10.0), "lost": Reports(lost=0.2)}
@@ -57,6 +57,6 @@ def trace(name: str, hours: float = 2.0, seed: int = 1) -> Trace:
         "steps": steps(0.5, 1.0, span_s / 4),
         "ramp": ramp(0.3, 1.3, span_s),
         "sine": sine(0.3, 1.3, HOUR_S),
-        "bursts": bursts(0.5, 0.7, every_s=1200.0, lasts_s=400.0),
+        "bursts": bursts(0.5, 0.7, every_s=1800.0, lasts_s=600.0, rise_s=90.0),
     }
     return draw(name, span_s, rates[name], seed=seed)

@@ -20,7 +20,7 @@ from services.planner.observation import Observation, PoolSeen, Seats, Window
 from services.planner.profile import Profile
 
 SHORT_S, LONG_S = 10.0, 60.0  # windows
-LATELY_S = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)  # the same, each twice as long as the last
+LATELY_S = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # the same, each twice as long as the last
 FORGET_S = 45.0  # without news; what workers were like is remembered all the same
 RECENT_STARTS = 9  # of which the median says how long a start takes
 
@@ -38,6 +38,7 @@ PROFILE = tuple(f"profile_{each.name}" for each in fields(Profile))
 ``cached_prompt_tokens``, ``kv_use``, ``seqs``, ``kv_tokens`` and ``context``.
 """
 
+ANSWERS_S = 120.0  # time over which answers' lengths are averaged
 HISTORY_S = max(2 * LONG_S, *LATELY_S)
 
 Stats = Mapping[str, float]
@@ -195,9 +196,9 @@ class Signals:
                 self._profile[plain] = median(values)
 
     def _mean_answer(self, routers: list[_Router]) -> float:
-        ended = sum(router.grown("answers", 2 * LONG_S) for router in routers)
+        ended = sum(router.grown("answers", ANSWERS_S) for router in routers)
         if ended >= 1:
-            tokens = sum(router.grown("answer_tokens", 2 * LONG_S) for router in routers)
+            tokens = sum(router.grown("answer_tokens", ANSWERS_S) for router in routers)
             self._answer_tokens = tokens / ended
         return self._answer_tokens
 
