@@ -130,6 +130,21 @@ def test_no_secret_stands_in_a_pod_or_in_the_application(variant: str) -> None:
     assert not [word for word in words if word and word in shown]
 
 
+def test_the_pods_of_cpu_laptop_fit_a_node_of_8_gib() -> None:
+    """And have what was measured (docs/kubernetes.md), with room: a worker's pod took 2.4 GB."""
+    units = {"Mi": 1, "Gi": 1024}
+    asked, most = {}, {}
+    for name, spec in rendered("cpu-laptop").pod_specs():
+        resources = spec["containers"][0]["resources"]
+        for sizes, kind in ((asked, "requests"), (most, "limits")):
+            size = resources[kind]["memory"]
+            sizes[name] = int(size[:-2]) * units[size[-2:]]
+    assert sum(asked.values()) <= 7 * 1024, "a node keeps some for itself"
+    assert most["prefill"] == most["decode"] >= 2.4e9 / 2**20 * 1.2
+    assert most["router"] >= 0.8e9 / 2**20 * 1.2
+    assert most["head"] >= 2.0e9 / 2**20 * 1.2
+
+
 # --- how it is looked after ----------------------------------------------------------------------
 
 
