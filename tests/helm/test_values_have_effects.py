@@ -25,6 +25,7 @@ WORDS = (
 LABELLED = {"podSelector": {"matchLabels": {"other": "thing"}}}
 SAMPLES: dict[str, Any] = {
     "affinity": {"podAffinity": {}},
+    "autoscaling.config": {"budget": 9},
     "clients": [LABELLED],
     "config": {"other": "thing"},
     "ucx.env": {"OTHER": "thing"},
@@ -88,6 +89,7 @@ CONTEXTS: dict[str, Object] = {
     "mixed.hostNetwork": NODES,
     "rdma.hostNetwork": NODES,
     "autoscaling.enabled": {"ray": {"upgradeStrategy": {"type": "NewCluster"}}},
+    "autoscaling.config": {"autoscaling": {"byLoad": True}},
     "config.metrics_compat": {"inferencePool": {"enabled": False}},
     "serviceAccount.create": {"serviceAccount": {"name": "given"}},
     "modelCache.size": {"modelCache": {"existingClaim": ""}},
