@@ -112,6 +112,11 @@ class Picked:
     bypassed: tuple[int, ...]
 
 
+def window(max_bypass: int) -> int:
+    """How many requests at the front of the queue are looked at."""
+    return max(WINDOW, max_bypass + 1)
+
+
 def pick(queue: Sequence[Waiting], view: View, max_bypass: int) -> Picked | None:
     """First come, first served, with two exceptions.
 
@@ -120,7 +125,7 @@ def pick(queue: Sequence[Waiting], view: View, max_bypass: int) -> Picked | None
     short ones pass that need not wait for it: its turn does not depend on them.
     """
     crowded: list[int] = []
-    for index, waiting in enumerate(queue[: max(WINDOW, max_bypass + 1)]):
+    for index, waiting in enumerate(queue[: window(max_bypass)]):
         pair = choose(waiting.demand, view)
         if pair is not None:
             return Picked(index, pair, tuple(crowded))

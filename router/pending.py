@@ -18,9 +18,18 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 
-from router.admission import WAKE_RETRY_AFTER_S, Admitted, Waiting, admit, hopeless, pick
+from router.admission import (
+    WAKE_RETRY_AFTER_S,
+    Admitted,
+    Waiting,
+    admit,
+    hopeless,
+    pick,
+    window,
+)
 from router.buckets import OVERHEAD, Tally
 from router.config import RouterSettings
 from router.errors import DeadlineExceeded, QueueFull, RequestError, Unavailable
@@ -49,6 +58,7 @@ class _Place:
         self.limit = limit  # of the whole wait
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gives_up: asyncio.TimerHandle | None = None  # None: some worker could serve it
+        self.queued = False
         self.starting = False  # the worker that it waits for is none that is busy, or reconnects
 
 
@@ -108,24 +118,24 @@ class Queue:
             self.held_tokens -= held_tokens
             if place.gives_up is not None:
                 place.gives_up.cancel()
-            if place in self._places:
-                self._places.remove(place)
+            self._leave(place)
 
     def serve(self) -> None:
         """To be called when something may have become free: give pairs to those who wait."""
+        if self._wakes and self._places:
+            self._let_in(self._view())
         while self._places:
             began = perf_counter()
             view = self._view()
-            pairs = frozenset(usable_pairs(view))
-            if pairs and self._wakes:
-                self._let_in(view)
-            usable = pairs, frozenset(key for key, w in view.workers.items() if w.usable)
+            keys = frozenset(key for key, worker in view.workers.items() if worker.usable)
+            usable = frozenset(usable_pairs(view)), keys
             if usable != self._usable:
                 self._usable = usable
                 self._find_hopeless(self._places, view)
             else:
                 self._find_hopeless([p for p in self._places if p.gives_up is not None], view)
-            places = [place for place in self._places if place.gives_up is None]
+            ready = (place for place in self._places if place.gives_up is None)
+            places = list(islice(ready, window(self._config.max_bypass)))
             waiting = [Waiting(place.job.demand, place.job.bypassed) for place in places]
             picked = pick(waiting, view, self._config.max_bypass)
             if picked is None:
@@ -133,7 +143,7 @@ class Queue:
             for earlier in picked.bypassed:
                 places[earlier].job.bypassed += 1
             place = places[picked.index]
-            self._places.remove(place)
+            self._leave(place)
             if not place.granted.done():  # else its client has gone
                 self._grant(place.job, picked.pair)
                 place.granted.set_result(None)
@@ -142,11 +152,17 @@ class Queue:
     def close(self) -> None:
         """End the wait of everybody, now and from now on."""
         self._closed = True
-        for place in self._places:
+        for place in self._places.copy():
+            self._leave(place)
             _fail(place, Unavailable(STOPPING))
-        self._places.clear()
+
+    def _leave(self, place: _Place) -> None:
+        if place.queued:
+            place.queued = False
+            self._places.remove(place)
 
     def _take(self, place: _Place) -> None:
+        place.queued = True
         if place.job.num_attempts:
             self._places.insert(0, place)  # its client has waited already
         else:
@@ -158,7 +174,9 @@ class Queue:
             self._expect_worker(place)
 
     def _let_in(self, view: View) -> None:
-        """There is a pair: those that were held are told whether they can be served."""
+        """When there is a pair, those that were held are told whether they can be served."""
+        if not usable_pairs(view):
+            return
         for place in [place for place in self._places if not place.job.let_in]:
             request = place.job.request
             verdict = admit(len(request.ids), request.max_tokens, view, 0, self._config.max_queue)
@@ -166,7 +184,7 @@ class Queue:
                 place.job.admit(verdict.max_tokens)
                 self._go_on(place)
             else:
-                self._places.remove(place)
+                self._leave(place)
                 _fail(place, verdict)
 
     def _find_hopeless(self, places: list[_Place], view: View) -> None:
@@ -216,7 +234,7 @@ class Queue:
         """Its time is over."""
         if place.granted.done():
             return
-        self._places.remove(place)
+        self._leave(place)
         if place.starting and not usable_pairs(self._view()):
             waited = f"this request has waited for {self._config.wake_timeout_s:g} s; try again"
             error = Unavailable(f"{self._lack()}; {waited}")
