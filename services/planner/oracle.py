@@ -24,7 +24,7 @@ from services.planner.sim_run import Run, Sizes
 from services.planner.simulator import Simulation
 from services.planner.workload import Trace
 
-SLOT_S = 60.0
+SLOT_S = 120.0
 STRICTER = 0.97  # times the objective, each time that a plan has failed
 TRIES = 8
 LARGEST = 512

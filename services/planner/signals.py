@@ -20,7 +20,7 @@ from services.planner.observation import Observation, PoolSeen, Seats, Window
 from services.planner.profile import Profile
 
 SHORT_S, LONG_S = 10.0, 60.0  # windows
-LATELY_S = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # the same, each twice as long as the last
+LATELY_S = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)  # the same, each twice as long as the last
 FORGET_S = 45.0  # without news; what workers were like is remembered all the same
 RECENT_STARTS = 9  # of which the median says how long a start takes
 

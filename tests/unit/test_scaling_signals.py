@@ -50,7 +50,7 @@ def test_a_steady_load_is_seen_as_it_is() -> None:
         assert window.rate == pytest.approx(3.0)
         assert window.prompt_tokens == pytest.approx(100 * window.requests)
         assert window.prompt_squares == pytest.approx(100**2 * window.requests)
-    assert [window.seconds for window in seen.lately] == [5, 10, 20, 40, 80, 160, 320]
+    assert [window.seconds for window in seen.lately] == [5, 10, 20, 40, 80, 160]
     assert all(window.rate == pytest.approx(3.0) for window in seen.lately)
     assert seen.answer_tokens == pytest.approx(20)
     assert seen.prefill.attainment == pytest.approx(0.9)
