@@ -32,20 +32,39 @@ def test_the_rendered_config_serves_and_a_changed_value_changes_it(full: bool) -
             "PrefillWorker": [pods.ips["prefill"]],
             "DecodeWorker": [pods.ips["decode"]],
         }
-        before = ids(pods)
         values = with_value(values, "config.served_model_name", "renamed")
         values = with_value(values, "decode.config.max_num_seqs", 7)
-        deploy(pods, values)
-        assert not before & ids(pods)
-        assert pods.get("/v1/models")[1]["data"][0]["id"] == "renamed"
-        assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
+        before = ids(pods)
+        replaced(pods, values)
         if full:
+            until_it_runs(pods)
+            assert not before & ids(pods)
+            assert pods.get("/v1/models")[1]["data"][0]["id"] == "renamed"
+            assert pods.post("/v1/completions", PROMPT)["model"] == "renamed"
             prefill_ip = scale_and_leave(pods, values)
             the_cluster_goes(pods, prefill_ip)
 
 
 def deploy(pods: RayPods, values: dict[str, Any]) -> None:
     pods.deploy(render(values).serve_config())
+    until_it_runs(pods)
+
+
+def replaced(pods: RayPods, values: dict[str, Any]) -> None:
+    """Deploy, and see another replica start in the place of each; loading models takes longer."""
+    before = pods.incarnations()
+    pods.deploy(render(values).serve_config())
+
+    def all_replaced() -> bool:
+        now = pods.incarnations()
+        return now.keys() == before.keys() and all(
+            now[name] and not now[name] & there for name, there in before.items()
+        )
+
+    until(all_replaced, "replaced", 120)
+
+
+def until_it_runs(pods: RayPods) -> None:
     until(pods.runs, "deployed", 180)
     until(lambda: pods.get("/ready")[0] == 200, "ready", 60)
 

@@ -76,6 +76,14 @@ class RayPods(Client):
             for name, details in deployments.items()
         }
 
+    def incarnations(self) -> dict[str, set[str]]:
+        """Ids of the replicas of each deployment; one that is started anew has another."""
+        deployments = self._serve_api()["applications"]["baton"]["deployments"]
+        return {
+            name: {each["replica_id"] for each in details["replicas"]}
+            for name, details in deployments.items()
+        }
+
     def runs(self) -> bool:
         """Whether Serve has all that the last config asks for."""
         application = self._serve_api()["applications"].get("baton", {"status": "NOT_STARTED"})
