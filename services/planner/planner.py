@@ -72,7 +72,7 @@ def decide(
         _remember(memory, pool.seen.target, decision.target, seen.at)
         for memory, pool, decision in zip(memories, pools, decided, strict=True)
     ]
-    return Decision(*decided, Memory(*memories, busy_at=busy_at))
+    return Decision(decided[0], decided[1], Memory(memories[0], memories[1], busy_at))
 
 
 # --- what the load needs --------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def _pool(
         keep = Need(here.target, "steady", words)
         return _Pool(role, own, here, memory, keep, keep)
     here = replace(here, start_s=here.start_s or config.start_s)
-    seen = replace(seen, **{role: here})
+    seen = replace(seen, prefill=here) if role == "prefill" else replace(seen, decode=here)
     memory = _corrected(role, seen, config, memory)
     load: PrefillLoad | DecodeLoad
     if role == "prefill":
