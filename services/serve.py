@@ -5,8 +5,8 @@
 Left of the fork everything that the user may have got wrong is found, before any process starts.
 Right of it (see :mod:`services.supervisor`) our own Ray runs, with its files in a folder that is
 ours, on ports that nobody else has, so that two of these on one machine do not meet. The calls to
-Ray are in :mod:`services.own_ray`; Serve reads its settings from the environment when it is imported,
-so they are set here first.
+Ray are in :mod:`services.own_ray`; Serve reads its settings from the environment when it is
+imported, so they are set here first.
 """
 
 import errno
