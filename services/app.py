@@ -184,7 +184,9 @@ class WorkerReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for who scales the pools."""
-        return worker_stats(self._worker.card, self._worker.load(), self._worker.profile)
+        card = self._worker.card
+        assert card is not None  # Serve asks who has started
+        return worker_stats(card, self._worker.load(), self._worker.profile)
 
     def _on_load(self, load: wire.Load) -> None:
         if load.state != self._state:
@@ -346,6 +348,7 @@ def _size(spec: AppSpec, role: str) -> dict[str, Any]:
     pool = getattr(scaling, role, None)
     low, high = (pool.min, pool.max) if pool is not None and pool.scales else (num, num)
     told = {"role": role, "config": asdict(scaling), "registry": spec.registry}
+    policy: Any = AutoscalingPolicy  # its constructor has no types
     with warnings.catch_warnings():
         # Said to be replaced by an environment variable, which this version does not read.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -359,6 +362,6 @@ def _size(spec: AppSpec, role: str) -> dict[str, Any]:
             upscale_delay_s=0,
             downscale_delay_s=0,
             downscale_to_zero_delay_s=0,
-            policy=AutoscalingPolicy(policy_function=POLICY, policy_kwargs=told),
+            policy=policy(policy_function=POLICY, policy_kwargs=told),
         )
     return {"autoscaling_config": decides}

@@ -299,7 +299,7 @@ def apply_flags(config: AppConfig, flags: Mapping[str, Any], prefix: str = "--")
     """``config`` with flags set, see :func:`load`; ``prefix`` is for what errors call them."""
     top, router, worker = keys(AppConfig), keys(RouterConfig), keys(WorkerConfig)
     blocks: dict[str, dict[str, Any]] = {name: {} for name in ("router", *ROLES)}
-    own = {}
+    own: dict[str, Any] = {}
     for name, value in flags.items():
         flag = prefix + name.replace("_", "-") if prefix else name
         if name in ROLES and isinstance(value, str) and ".." in value:
@@ -340,11 +340,11 @@ def settled(config: AppConfig) -> AppConfig:
     """With objectives and first sizes of pools that scale; raises ConfigError for a budget that
     cannot hold the smallest ones.
     """
-    scaling, changes = config.autoscaling, {}
+    scaling = config.autoscaling
     if not scaling.scales:
         return config
     slo = {"prefill": config.router.slo_ttft_s, "decode": config.router.slo_tpot_s}
-    pools = {
+    pools: dict[str, Any] = {
         role: replace(pool, objective_s=pool.objective_s or slo[role])
         for role, pool in (("prefill", scaling.prefill), ("decode", scaling.decode))
     }
@@ -363,7 +363,7 @@ def settled(config: AppConfig) -> AppConfig:
     )
     if scaling.budget and cost > scaling.budget:
         first = {role: pools[role].min for role in first}
-    changes = {
+    changes: dict[str, Any] = {
         role: replace(getattr(config, role), replicas=count) for role, count in first.items()
     }
     return replace(config, autoscaling=scaling, **changes)

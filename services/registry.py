@@ -64,8 +64,8 @@ class Table:
         self._routers: dict[str, tuple[dict[str, Any], float]] = {}  # fields of a Target, when
         self._starting: dict[str, _Start] = {}  # by name
         self._failures: dict[str, StartFailure] = {}  # the latest of each role
-        self._start_failures: Counter[tuple[str, str]] = Counter()  # by role and reason
-        self._recalled: dict[tuple[str, str], int] = {}  # of them, those before a restart
+        self._start_failures: Counter[tuple[str, ...]] = Counter()  # by role and reason
+        self._recalled: dict[tuple[str, ...], int] = {}  # of them, those before a restart
         self._has_started: set[str] = set()  # roles of which a worker has, since a restart
         self._lowered: dict[str, float] = {}  # by role: when its target last fell
         self.plan: dict[str, Any] = {}  # fields of Pools, as who scales the pools says
