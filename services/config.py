@@ -279,8 +279,13 @@ def from_yaml(raw: Any) -> AppConfig:
     flat = (keys(RouterConfig) | keys(WorkerConfig)).keys() - keys(AppConfig).keys() - {"replicas"}
     shared = {name: value for name, value in raw.items() if name in flat}
     rest = {name: value for name, value in raw.items() if name not in flat}
-    short = {role: rest.pop(role) for role in ROLES if type(rest.get(role)) in (int, str)}
-    config = apply_flags(config, shared | short, prefix="")
+    ranges = {}
+    for role in ROLES:
+        if type(rest.get(role)) is int:
+            rest[role] = {"replicas": rest[role]}
+        elif isinstance(rest.get(role), str) and ".." in rest[role]:
+            ranges[role] = rest.pop(role)
+    config = apply_flags(config, shared | ranges, prefix="")
     return typing.cast("AppConfig", from_mapping(rest, config))
 
 
@@ -308,7 +313,7 @@ def apply_flags(config: AppConfig, flags: Mapping[str, Any], prefix: str = "--")
             blocks[name]["replicas"] = max(1, getattr(own["autoscaling"], name).min)
         elif name in ROLES:
             blocks[name]["replicas"] = parse_value("replicas", int, value, flag)
-            if prefix and name != "mixed":  # a number on the command line is just that
+            if name != "mixed":  # a number on the command line is just that
                 scaling = own.get("autoscaling", config.autoscaling)
                 fixed = replace(getattr(scaling, name), min=0, max=0)
                 own["autoscaling"] = replace(scaling, **{name: fixed})
