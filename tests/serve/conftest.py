@@ -7,10 +7,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from services.serve import ray_environment, short_folder
+
+if TYPE_CHECKING:
+    from tests.support.reference import Judge
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +41,19 @@ def _remove(folder: Path) -> None:
     deadline = time.monotonic() + 10
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model with the default model's tokenizer."""
+    from tests.support import scaling
+
+    return scaling.small_model(tmp_path_factory.mktemp("scaling"))
+
+
+@pytest.fixture(scope="session")
+def small_judge(small_model: Path) -> "Judge":
+    """Of what that model answers."""
+    from tests.support import scaling
+
+    return scaling.judge_of(small_model)
