@@ -21,7 +21,7 @@ from services.planner.profile import Profile
 BUSIEST = 0.9  # of a prefill pool's time, however patient its clients are
 STEP_SHARE = 0.95  # of the decode objective that a full batch may take: batches are not all alike
 SEAT_SHARE = 0.9  # of seats and blocks that are counted on
-SPREAD = 1.3  # standard deviations that the number of answers may be above its mean: 90 % of time
+SPREAD = 1.0  # standard deviations that the number of answers may be above its mean
 FREE_UNTIL = 0.95  # share of blocks in use at which answers wait for each other
 
 

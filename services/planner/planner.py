@@ -30,8 +30,8 @@ from services.planner.profile import Profile
 SLACK = 1.05  # a pool is left as it is while the load is within so much of what it is for
 STALE_S = 60.0  # nothing was heard of for so long: nothing is known
 JUDGED_S = 60.0  # time that attainment looks back
-SURE = 2.0  # standard deviations by which attainment must be below what is wanted
-CORRECT_BY, FORGET_BY = 1.25, 0.95  # the correction, when objectives are missed and when met
+SURE = 3.0  # standard deviations by which attainment must be below what is wanted
+CORRECT_BY, FORGET_BY = 1.15, 0.95  # the correction, when objectives are missed and when met
 LARGEST_CORRECTION = 4.0
 LASTING = ("idle", "limits", "budget")  # reasons that are said as long as they hold
 FAILURES = 3  # starts that fail in a row, after which no more are tried for some time

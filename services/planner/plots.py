@@ -14,17 +14,17 @@ from matplotlib.axes import Axes
 
 from loadtest.plot_style import WIDTH, Line, drawing_stack, legend_above, standalone, svg_of
 from services.planner.oracle import oracle
-from services.planner.scenarios import NAMES, REPORTS, SCALING, WORLD, trace
+from services.planner.scenarios import HOURS, NAMES, REPORTS, SCALING, WORLD, trace
 from services.planner.sim_control import Planned
 from services.planner.sim_run import ROLES, Request, Run, Sample
 from services.planner.simulator import Simulation
 
 BEGIN, END = "<!-- virtual -->", "<!-- /virtual -->"
 ABOUT = {
-    "steps": "twice as much, and half again, every half hour",
-    "ramp": "evenly up for an hour, and down again",
-    "sine": "an hour's period",
-    "bursts": "more than twice as much for six minutes, every twenty",
+    "steps": "twice as much, and half again, every quarter of an hour",
+    "ramp": "evenly up, and down again",
+    "sine": "a period of an hour",
+    "bursts": "twice as much for a quarter of an hour, every half hour",
     "shift": "the same rate, from long answers to long prompts and back",
 }
 BIN_S = 120.0  # of what is shown over time
@@ -33,7 +33,7 @@ DOTTED = (0, (1.5, 1.5))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--hours", type=float, default=HOURS)
     parser.add_argument("--page", type=Path, default=Path("docs/scaling.md"))
     options = parser.parse_args()
     folder = options.page.parent / "scaling"

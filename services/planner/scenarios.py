@@ -45,18 +45,19 @@ REPORTS = {"clean": Reports(), "late": Reports(late_s=10.0), "lost": Reports(los
 """How reports get to the planner: at once, 10 s late, or four of five."""
 
 HOUR_S = 3600.0
+HOURS = 1.0  # of each load
 NAMES = ("steps", "ramp", "sine", "bursts", "shift")
 
 
-def trace(name: str, hours: float = 2.0, seed: int = 1) -> Trace:
+def trace(name: str, hours: float = HOURS, seed: int = 1) -> Trace:
     """One of the loads. ``shift`` keeps its rate and turns from long prompts to long answers."""
     span_s = hours * HOUR_S
     if name == "shift":
         return draw(name, span_s, lambda _: 0.8, turns(0.1, 0.9, HOUR_S), seed=seed)
     rates = {
-        "steps": steps(0.5, 1.0, span_s / 4),
+        "steps": steps(0.5, 1.0, HOUR_S / 4),
         "ramp": ramp(0.3, 1.3, span_s),
         "sine": sine(0.3, 1.3, HOUR_S),
-        "bursts": bursts(0.5, 0.7, every_s=1800.0, lasts_s=600.0, rise_s=90.0),
+        "bursts": bursts(0.5, 0.5, every_s=1800.0, lasts_s=900.0, rise_s=150.0),
     }
     return draw(name, span_s, rates[name], seed=seed)
