@@ -13,7 +13,7 @@ IMAGE ?= baton:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 .DEFAULT_GOAL := help
 .PHONY: help venv dev serve test lint format equality faults chaos soak bench-batching bench-handoff \
 	bench-engine bench-peers bench-roofline bench-observability bench-step bench-tools bench-loadtest \
-	proof scaling-run dashboards observability chart image requirements clean
+	proof scaling-run scaling-plots dashboards observability chart image requirements clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -84,6 +84,9 @@ scaling-run: dev  ## pools that scale by themselves, as the load shifts from pro
 
 observability: dev  ## every query of boards and rules against baton serve under Prometheus (a Debian package)
 	$(BIN)/python -m pytest --full -s tests/serve/test_prometheus.py tests/integration/test_promtool.py $(ARGS)
+
+scaling-plots: dev  ## the planner in virtual time against an oracle: pictures and table of docs/scaling.md
+	$(BIN)/python -m services.planner.plots $(ARGS)
 
 dashboards: dev  ## write the Grafana boards and docs/dashboards.md from services/dashboards
 	$(BIN)/python -m services.dashboards
