@@ -80,15 +80,15 @@ def row(name: str, how: str, run: Run, least: Run) -> str:
 
 def drawn(name: str, run: Run, least: Run) -> str:
     """Load, both pools and both objectives over time, as SVG."""
-    title = f"{name}: {ABOUT[name]}"
-    with drawing_stack(title, (2, 2, 2, 2), 6.2, 1.6 * WIDTH) as (figure, axes):
+    with drawing_stack(name, (2, 2, 2, 2), 6.2, 1.6 * WIDTH) as (figure, axes):
         load, *pools, met = axes
         minutes = [sample.at / 60 for sample in run.samples]
         duration = run.trace.duration_s
         moments = [index * BIN_S for index in range(int(duration / BIN_S) + 1)]
         _stairs(load, Line("requests/s", 0), moments, _counts(run, lambda _: True))
         load.plot(
-            [at / 60 for at in moments], [run.trace.rate(at) for at in moments],
+            [at / 60 for at in range(0, int(duration), 10)],
+            [run.trace.rate(at) for at in range(0, int(duration), 10)],
             color=Line("", 6).colour, lw=1.0, label="as it was drawn",
         )  # fmt: skip
         load.set(ylabel="requests/s", ylim=(0, None))
