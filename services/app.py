@@ -157,7 +157,8 @@ class WorkerReplica:
         _log_to_stderr()
         calm_openmp()
         self._registry = RegistryClient(spec.registry)
-        async with _announced(self._registry, role):
+        self._unwanted = False
+        async with _announced(self._registry, role, lambda: self._unwanted):
             await self._start(role, spec)
         others = [card.role for card, _ in await self._registry.reports()]
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
@@ -217,6 +218,7 @@ class WorkerReplica:
         has not started, or could not: then there is nobody to wait for.
         """
         if not hasattr(self, "_heart"):
+            self._unwanted = True
             return
         await self._worker.drain(self._drain_s)
         await self._worker.close()
@@ -224,8 +226,12 @@ class WorkerReplica:
 
 
 @contextlib.asynccontextmanager
-async def _announced(registry: RegistryClient, role: str) -> AsyncIterator[None]:
-    """Let the registry know that a worker starts, that it has, or why it could not."""
+async def _announced(
+    registry: RegistryClient, role: str, unwanted: Callable[[], bool]
+) -> AsyncIterator[None]:
+    """Let the registry know that a worker starts, that it has, or why it could not. One that is
+    ``unwanted`` meanwhile has its constructor disturbed by Serve, which is no failure.
+    """
     name = f"{role}-start-{secrets.token_hex(4)}"
 
     async def live() -> None:
@@ -240,6 +246,9 @@ async def _announced(registry: RegistryClient, role: str) -> AsyncIterator[None]
         yield
     except Exception as error:
         alive.cancel()  # else it might say once more that it starts
+        if unwanted():
+            await registry.leave(name)
+            raise
         log.exception("a %s worker could not start", role)
         await registry.failed(name, role, f"{type(error).__name__}: {error}")
         raise

@@ -36,7 +36,8 @@ from router.scraping import Target, worker_targets
 NAMESPACE = "baton"
 EXPIRE_S = 5.0  # without a heartbeat
 START_EXPIRE_S = 15.0  # the same for one that starts: its threads are busy, and so are others'
-UNWANTED_S = 2.0  # a replica that is not wanted any more may still say so late that it starts
+LATE_S = 2.0  # a replica that is not wanted any more may still say that it starts
+SILENT_S = 5.0  # one that starts may be too busy to say so for so long
 DIED = "nothing more was heard of it while it started: was its process killed, for its memory?"
 HEARTBEAT_S = 1.0
 CALL_TIMEOUT_S = 10.0  # a call to an actor that restarts may take this long, then it is repeated
@@ -83,8 +84,9 @@ class Table:
         self._routers[target["replica"]] = (target, self._clock())
 
     def leave(self, name: str) -> bool:
-        """A worker or router has ended; True if a worker did."""
+        """A worker or router has ended, or a start; True if a worker did."""
         self._routers.pop(name, None)
+        self._starting.pop(name, None)
         return self._changed(self._entries.pop(name, None) is not None)
 
     def expire(self) -> bool:
@@ -160,7 +162,8 @@ class Table:
         missed = {name: start for name, start in self._starting.items() if start.heard_at < oldest}
         for name, start in missed.items():
             del self._starting[name]
-            if self._lowered.get(start.role, -math.inf) < start.began_at - UNWANTED_S:
+            lowered = self._lowered.get(start.role, -math.inf)
+            if not start.began_at - LATE_S <= lowered <= start.heard_at + SILENT_S:
                 self.failed(name, start.role, DIED, "died")
         return bool(missed)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from router.pools import Pools
-from services.registry import START_EXPIRE_S, UNWANTED_S, Table
+from services.registry import LATE_S, SILENT_S, START_EXPIRE_S, Table
 
 
 def plan(**targets: int) -> dict[str, Any]:
@@ -127,10 +127,27 @@ def test_one_that_goes_since_the_pool_shrank_has_not_failed() -> None:
     clock.now += START_EXPIRE_S + 1
     table.expire()
     assert failures(table) == []
+    # nor one that says so itself
+    table.starting("says so", "decode")
+    assert not table.leave("says so")
+    clock.now += START_EXPIRE_S + 1
+    table.expire()
+    assert failures(table) == []
     # a later one has
-    clock.now += UNWANTED_S
+    clock.now += LATE_S
     beat(table, clock, 3, "killed")
     clock.now += START_EXPIRE_S + 1
+    assert table.expire()
+    assert failures(table) == [("decode", "died", 1)]
+
+
+def test_one_that_died_before_the_pool_shrank_has_failed() -> None:
+    table, clock = table_at()
+    table.tell(plan(decode=2))
+    beat(table, clock, 3, "killed")
+    clock.now += SILENT_S
+    table.tell(plan(decode=0))
+    clock.now += START_EXPIRE_S
     assert table.expire()
     assert failures(table) == [("decode", "died", 1)]
 
