@@ -66,14 +66,14 @@ def check_budget(config: ScalingConfig, fixed: dict[str, int]) -> None:
     pools that do not scale.
     """
     least = {
-        role: pool.devices * (pool.min if pool.scales else fixed.get(role, 0))
+        role: pool.devices * (max(pool.min, 1) if pool.scales else fixed.get(role, 0))
         for role, pool in (("prefill", config.prefill), ("decode", config.decode))
     }
     if config.budget and sum(least.values()) > config.budget:
         parts = " and ".join(f"{count} for {role}" for role, count in least.items())
         raise ValueError(
-            f"budget is {config.budget} accelerators, but the smallest pools take {parts}: raise"
-            " the budget, or lower min or devices"
+            f"budget is {config.budget} accelerators, but the smallest pools that serve take"
+            f" {parts}: raise the budget, or lower min or devices"
         )
 
 

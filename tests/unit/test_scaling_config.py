@@ -94,11 +94,15 @@ def test_replicas_are_where_it_begins() -> None:
         ({"mixed": "1..2"}, "mixed workers do not scale"),
         (
             {"prefill": "2..4", "decode": "2..4", "autoscaling": {"budget": 3}},
-            "autoscaling.budget is 3 accelerators, but the smallest pools take 2 for prefill and 2",
+            "autoscaling.budget is 3 accelerators, but the smallest pools that serve take 2 for",
         ),
         (
             {"prefill": 2, "decode": "1..4", "autoscaling": {"budget": 2}},
-            "the smallest pools take 2 for prefill and 1 for decode",
+            "the smallest pools that serve take 2 for prefill and 1 for decode",
+        ),
+        (
+            {"prefill": "0..4", "decode": "0..4", "autoscaling": {"budget": 1}},
+            "the smallest pools that serve take 1 for prefill and 1 for decode",
         ),
     ],
 )
