@@ -68,7 +68,8 @@ class Table:
         self._start_failures: Counter[tuple[str, ...]] = Counter()  # by role and reason
         self._recalled: dict[tuple[str, ...], int] = {}  # of them, those before a restart
         self._has_started: set[str] = set()  # roles of which a worker has, since a restart
-        self._lowered: dict[str, float] = {}  # by role: when its target last fell
+        self._lowered: dict[str, float] = {}  # by role: when its target last fell ...
+        self._raised: dict[str, float] = {}  # ... and rose
         self.plan: dict[str, Any] = {}  # fields of Pools, as who scales the pools says
         # Starts anywhere: a reader that still has a version of before a restart must not match.
         self.version = self._first_version = int.from_bytes(os.urandom(6))
@@ -151,6 +152,8 @@ class Table:
         for role, target in targets.items():
             if target < before.get(role, 0):
                 self._lowered[role] = self._clock()
+            elif target > before.get(role, 0):
+                self._raised[role] = self._clock()
         self.plan = plan
         return self._changed(targets != before)
 
@@ -162,10 +165,16 @@ class Table:
         missed = {name: start for name, start in self._starting.items() if start.heard_at < oldest}
         for name, start in missed.items():
             del self._starting[name]
-            lowered = self._lowered.get(start.role, -math.inf)
-            if not start.began_at - LATE_S <= lowered <= start.heard_at + SILENT_S:
+            if self._is_wanted(start):
                 self.failed(name, start.role, DIED, "died")
         return bool(missed)
+
+    def _is_wanted(self, start: _Start) -> bool:
+        lowered, raised = (
+            moments.get(start.role, -math.inf) for moments in (self._lowered, self._raised)
+        )
+        shrank = start.began_at - LATE_S <= lowered <= start.heard_at + SILENT_S
+        return not shrank or lowered < raised <= start.began_at
 
     def reports(self) -> list[tuple[bytes, bytes]]:
         """(card, load) of each worker, as they came."""

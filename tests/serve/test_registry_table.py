@@ -152,6 +152,18 @@ def test_one_that_died_before_the_pool_shrank_has_failed() -> None:
     assert failures(table) == [("decode", "died", 1)]
 
 
+def test_one_that_was_started_since_the_pool_grew_again_is_wanted() -> None:
+    table, clock = table_at()
+    for target in (1, 0, 1):
+        clock.now += LATE_S / 4
+        table.tell(plan(decode=target))
+    clock.now += LATE_S / 4
+    beat(table, clock, 3, "killed")
+    clock.now += START_EXPIRE_S
+    assert table.expire()
+    assert failures(table) == [("decode", "died", 1)]
+
+
 def test_one_that_was_missed_too_early_starts_all_the_same() -> None:
     table, clock = table_at()
     beat(table, clock, 1, "slow")

@@ -150,10 +150,9 @@ class Scaled:
 
         def there() -> bool:
             sizes = [len(self.ready(role)) for role in ROLES]
-            return (
-                sizes == [prefill, decode] == list(self.targets())
-                and len(self.workers()) == prefill + decode
-            )
+            return sizes == [prefill, decode] == list(self.targets()) and len(
+                self.workers()
+            ) == prefill + decode == len(self.processes(*ROLES))
 
         try:
             until(there, f"{prefill} prefill and {decode} decode workers", timeout_s)
