@@ -15,6 +15,7 @@ REQUIRED = {
     *(f"B{n:03}" for n in (89, 90, 92, 94, 95)),  # scheduling and numerics
     "B098",
     *(f"B{n}" for n in (103, 104, 105, 108, 109)),  # metrics
+    *(f"B{n}" for n in (111, 112, 113, 115, 117)),  # scaling
     *(f"B{n}" for n in (118, 119, 120, 122, 124, 126)),  # deploy
 }
 
