@@ -7,6 +7,7 @@ below it. Knows no pools, no peers and no tickets.
 from __future__ import annotations
 
 import logging
+import logging.config
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,20 @@ _PROGRESS_US = 10_000
 _environment = threading.Lock()
 
 
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """For the import of nixl, which configures logging as if it were alone: that closes every
+    handler of the process. Ray Serve takes a replica whose log is closed for broken, and ends it
+    when its controller restarts.
+    """
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        yield
+    finally:
+        logging.config.dictConfig = configure
+
+
 class NixlAgent:
     """``raw`` is the agent of the bindings ``nixl``, None once it is destroyed."""
 
@@ -42,7 +57,8 @@ class NixlAgent:
 
     def _create(self) -> tuple[Any, Any]:
         try:
-            from nixl import _bindings as nixl
+            with _handlers_kept():
+                from nixl import _bindings as nixl
         except ImportError as error:
             raise TransportError(
                 f"nixl cannot be imported ({error}): install the package nixl, which exists for "

@@ -309,7 +309,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     return build(AppSpec(resolve_shared(config, machine, facts), read_secret(config), False))
 
 
-def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
+def build(spec: AppSpec) -> serve.Application:
     """The Serve application; roles without workers are left out."""
     common = {
         # Actors claim no CPU: threads are shared out by ``resolve``, and all must fit two cores.
@@ -318,7 +318,6 @@ def build(spec: AppSpec, constructor_tries: int = 20) -> serve.Application:
         "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOP_S,
         # In a rollout one more, so that the last of its kind is replaced before it goes.
         "max_surge_percent": 1,
-        "max_constructor_retry_count": constructor_tries,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "logging_config": LoggingConfig(enable_access_log=False),

@@ -20,6 +20,8 @@ from router import wire
 from services.app import APP_NAME, LAST_WORDS_S, AppSpec, build
 from services.registry import NAMESPACE, RegistryClient
 
+FAILED_START = "A replica failed to start with exception"  # as Serve says it while it tries again
+
 
 def start_ray(folder: Path) -> None:
     """A Ray of our own whose files lie in ``folder``; never joins one that runs already."""
@@ -38,21 +40,21 @@ def deploy(spec: AppSpec) -> None:
     """Start Serve and the application, without waiting until it runs."""
     config = spec.config
     serve.start("HeadOnly", HTTPOptions(host=config.host, port=config.port))
-    target = serve.RunTarget(build(spec, constructor_tries=1), name=APP_NAME)
+    target = serve.RunTarget(build(spec), name=APP_NAME)
     serve.run_many(
         [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
     )
 
 
 def failure() -> str | None:
-    """Why the application cannot start, if so."""
+    """Why the application cannot start, if so: Serve would try again, and the user would wait."""
     app = serve.status().applications.get(APP_NAME)
-    if app is None or app.status != ApplicationStatus.DEPLOY_FAILED:
+    if app is None:
         return None
     for name, deployment in app.deployments.items():
-        if deployment.status == "DEPLOY_FAILED":
+        if deployment.status == "DEPLOY_FAILED" or FAILED_START in deployment.message:
             return f"{name} does not start: {root_cause(deployment.message)}"
-    return app.message
+    return app.message if app.status == ApplicationStatus.DEPLOY_FAILED else None
 
 
 def root_cause(message: str) -> str:
