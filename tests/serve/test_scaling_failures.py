@@ -286,6 +286,8 @@ def test_targets_go_on_when_who_keeps_them_is_killed(
                 "both pools have grown", 90,
             )  # fmt: skip
             workers = found.processes(PREFILL, DECODE)
+            # Serve replaces those that it has not seen to the end of their start.
+            until(lambda: len(seen_to_start(found)) == 4, "Serve has seen that all have started")
             (victim,) = found.processes(who)
             with Watch(found) as watch:
                 victim.kill()
@@ -300,6 +302,11 @@ def test_targets_go_on_when_who_keeps_them_is_killed(
             small_judge.check(prompt(number % 10), ids)
         assert found.state()["requests"]["failed"] == 0
         found.settle(1, 1)  # it still decides, and that still arrives
+
+
+def seen_to_start(found: Scaled) -> list[str]:
+    lines = found.logged("started successfully", "serve/controller_*.log")
+    return [line for line in lines if "Worker'" in line]
 
 
 def successor(found: Scaled, who: str, victim: psutil.Process) -> bool:

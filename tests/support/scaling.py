@@ -185,13 +185,13 @@ class Scaled:
                     found.append((process.create_time(), process))
         return [process for _, process in sorted(found, key=lambda one: one[0])]
 
-    def logged(self, text: str) -> list[str]:
-        """Lines of the processes' logs that have it."""
+    def logged(self, text: str, files: str = "worker-*.err") -> list[str]:
+        """Lines of the processes' logs that have it, or of other ``files``."""
         folder = re.search(r"logs: (\S+), removed", self.server.text)
         assert folder, self.server.text
         return [
             line
-            for file in sorted(Path(folder[1]).glob("worker-*.err"))
+            for file in sorted(Path(folder[1]).glob(files))
             for line in file.read_text(errors="replace").splitlines()
             if text in line
         ]
