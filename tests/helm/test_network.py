@@ -7,11 +7,12 @@ tested here: only a cluster could show it.
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 
-from tests.support.chart import NAMESPACE, Rendered, refusal, render
+from tests.support.chart import NAMESPACE, ROOT, Rendered, refusal, render
 from tests.support.network import Object, Party, allowed
 
 API, METRICS, DASHBOARD, GCS = 8000, 9400, 8265, 6379
@@ -23,7 +24,7 @@ METERED = EVERYBODY[1:]
 CLIENT = Party("a client", {"app": "chat"}, NAMESPACE)
 STRANGER = Party("a pod elsewhere", {"app": "chat"}, "elsewhere")
 PROMETHEUS = Party("Prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring")
-OPERATOR = Party("KubeRay", {"app.kubernetes.io/component": "kuberay-operator"}, "kuberay")
+OPERATOR = Party("KubeRay", {"app.kubernetes.io/component": "kuberay-operator"}, "kuberay-system")
 DNS = Party("DNS", {"k8s-app": "kube-dns"}, "kube-system")
 PUBLIC = Party("a public address", address="151.101.0.223")
 PUBLIC6 = Party("a public address", address="2606:4700::1")
@@ -114,6 +115,16 @@ def test_only_kuberays_operator_deploys_at_the_head(world: World) -> None:
     assert world.reached_by(OPERATOR, GCS) == set()
     impostor = Party("impostor", {"app.kubernetes.io/component": "operator"}, NAMESPACE)
     assert world.reached_by(impostor, DASHBOARD) == set()
+    # anybody may give his pods that label, in his own namespace
+    for namespace in ("elsewhere", NAMESPACE):
+        disguised = Party("disguised", dict(OPERATOR.labels), namespace)
+        assert world.reached_by(disguised, DASHBOARD) == set(), namespace
+
+
+def test_the_operator_is_where_the_page_installs_it() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (command,) = re.findall(r"helm install kuberay-operator .*", page)
+    assert f"--namespace {OPERATOR.namespace} " in command
 
 
 def test_two_releases_are_strangers_to_each_other(world: World) -> None:
