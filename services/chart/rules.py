@@ -23,6 +23,7 @@ NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # of an object, or empty
 WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 LABEL = {"type": "string", "pattern": rf"^({WORD})?$", "maxLength": 63}  # its value
 KEY = rf"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?{WORD}$"  # of a label or an annotation
+OURS_ONLY = r"^(baton/role|ray\.io/.*|app\.kubernetes\.io/(name|instance|component))$"  # labels
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|[mKun])?$"
 DURATION = r"^([0-9]+(ms|[smhd]))*$"  # of Prometheus
 
@@ -53,6 +54,12 @@ def mapping(of: Schema | None = None, description: str = "") -> Schema:
 def labels(description: str = "") -> Schema:
     """Names and values as Kubernetes takes them for labels, of objects or of nodes."""
     return mapping(LABEL, description) | {"propertyNames": {"pattern": KEY}}
+
+
+def free_labels(description: str = "") -> Schema:
+    """The same, without those by which we and KubeRay know what is what."""
+    names = {"pattern": KEY, "not": {"pattern": OURS_ONLY}}
+    return mapping(LABEL, description) | {"propertyNames": names}
 
 
 def annotations(description: str = "") -> Schema:
@@ -120,7 +127,7 @@ BUDGET = closed(
 )
 
 KUBERNETES: dict[str, Schema] = {
-    "podLabels": labels("further labels of these pods"),
+    "podLabels": free_labels("further labels of these pods"),
     "podAnnotations": annotations("annotations of these pods"),
     "nodeSelector": labels("labels of the nodes that these pods may use"),
     "tolerations": several({"type": "object"}, "taints of nodes that these pods tolerate"),
@@ -174,7 +181,7 @@ KUBERNETES: dict[str, Schema] = {
 
 OURS: dict[str, Schema] = {
     "global": mapping(description="Helm's own; the chart has no charts below it"),
-    "commonLabels": labels(),
+    "commonLabels": free_labels(),
     "commonAnnotations": annotations(),
     "nameOverride": {"pattern": NAME},
     "fullnameOverride": {"pattern": NAME},

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import Rendered, render
+from tests.support.chart import Rendered, refusal, render
 from tests.support.chart_references import nodes, pods_with_labels, selectors
 from tests.support.chart_variants import LONG, VARIANTS
 from tests.support.network import selects
 
+PARTS = ("name", "instance", "component")
 LONGEST_RAY_SERVICE = 47  # KubeRay makes longer names of it
 LABEL_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 LABEL_VALUE = rf"({LABEL_NAME})?"
@@ -124,6 +125,27 @@ def test_every_object_says_whose_it_is() -> None:
         assert labels["app.kubernetes.io/instance"] == "baton", where
         assert labels["cost-center"] == "serving", f"{where}: commonLabels"
         assert thing["metadata"]["annotations"]["example.com/contact"], f"{where}: annotations"
+
+
+@pytest.mark.parametrize("key", ["commonLabels", "podLabels"])
+def test_labels_by_which_things_are_found_are_not_for_others_to_give(key: str) -> None:
+    own = ["baton/role", "ray.io/cluster", *(f"app.kubernetes.io/{part}" for part in PARTS)]
+    given = dict.fromkeys([*own, "app.kubernetes.io/owner", "ray"], "x")
+    message = refusal({key: given} if key == "commonLabels" else {"decode": {key: given}})
+    assert set(re.findall("invalid propertyName '(.*?)'", message)) == set(own)
+
+
+def test_labels_that_are_given_win_over_common_ones_and_ours_over_both() -> None:
+    ours = {"app.kubernetes.io/part-of": "theirs"}
+    chart = render(
+        {
+            "commonLabels": ours | {"team": "all", "tier": "all"},
+            "service": {"labels": ours | {"team": "one"}},
+        }
+    )
+    labels = chart.one("Service")["metadata"]["labels"]
+    assert (labels["team"], labels["tier"]) == ("one", "all")
+    assert labels["app.kubernetes.io/part-of"] == "baton"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,19 @@ looks at its own type, labels and annotations again only when a new cluster take
 {{- printf "http://%s.%s.svc:%d" (include "baton.serviceName" .) .Release.Namespace (int .Values.service.port) -}}
 {{- end -}}
 
-{{/* Metadata of an object: (dict "root" $ "name" NAME "labels" {...} "annotations" {...}). */}}
+{{/*
+Metadata of an object: (dict "root" $ "name" NAME "labels" {...} "annotations" {...}). The labels are the
+common ones, over these the given, over these our own.
+*/}}
 {{- define "baton.metadata" -}}
+{{- $labels := dict -}}
+{{- range list .root.Values.commonLabels .labels (include "baton.labels" .root | fromYaml) -}}
+{{- include "baton.put" (dict "into" $labels "from" .) -}}
+{{- end -}}
 name: {{ .name | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
 labels:
-  {{- toYaml (merge (include "baton.labels" .root | fromYaml) (deepCopy (.labels | default dict))) | nindent 2 }}
+  {{- toYaml $labels | nindent 2 }}
 {{- with include "baton.annotations" (dict "root" .root "annotations" .annotations) }}
 annotations:
   {{- . | nindent 2 }}

@@ -76,10 +76,10 @@ app.kubernetes.io/name: {{ include "baton.name" . | quote }}
 app.kubernetes.io/instance: {{ include "baton.short" (dict "name" .Release.Name "limit" 63) | quote }}
 {{- end -}}
 
-{{/* Of every object. */}}
+{{/* Our own, of every object. */}}
 {{- define "baton.labels" -}}
 {{- $own := dict "helm.sh/chart" (include "baton.chart" .) "app.kubernetes.io/version" (.Chart.AppVersion | toString) "app.kubernetes.io/managed-by" .Release.Service "app.kubernetes.io/part-of" "baton" -}}
-{{- toYaml (merge (include "baton.selectorLabels" . | fromYaml) $own (.Values.commonLabels | default dict)) -}}
+{{- toYaml (merge (include "baton.selectorLabels" . | fromYaml) $own) -}}
 {{- end -}}
 
 {{/* What selects the pods of one role; roles are head, router, prefill, decode, mixed. */}}
