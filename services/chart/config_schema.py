@@ -1,7 +1,8 @@
 """The dataclasses of the configuration as JSON schemas (draft-07): the blocks ``config:`` (pure).
 
 Names, types and defaults are the fields', descriptions the comments beside them, limits those that
-:mod:`services.config` and :mod:`router.config` check again when a process starts.
+:mod:`services.config`, :mod:`router.config` and :mod:`services.planner.config` check again when a
+process starts.
 """
 
 import types
@@ -14,7 +15,7 @@ from router.config import ABOVE_ZERO, LARGEST, MAY_BE_ZERO, POLICIES, RouterConf
 from services.cli import field_notes
 from services.config import LIMITS, ROLES, AppConfig, Limit, WorkerConfig
 from services.engine.config import EngineConfig
-from services.planner.config import PoolScaling, ScalingConfig
+from services.planner.config import SPANS, PoolScaling, ScalingConfig
 
 Schema = dict[str, Any]
 
@@ -73,6 +74,9 @@ def scaling_schema() -> Schema:
     """The keys of how pools scale, without those that follow from the numbers of pods."""
     schema = _block(ScalingConfig)
     pool = _block(PoolScaling, but=("min", "max", "devices"))
+    for block in (schema, pool):
+        for name, rule in block["properties"].items():
+            rule["minimum"], rule["maximum"] = SPANS[name]
     for role in ("prefill", "decode"):
         schema["properties"][role] = pool
     return schema

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, fields
 
 LARGEST_POOL = 512
+
+SPANS: dict[str, tuple[float, float]] = {
+    "min": (0, LARGEST_POOL),
+    "max": (0, LARGEST_POOL),
+    "objective_s": (0, 3600),
+    "devices": (0, 1024),
+    "up_cooldown_s": (0, 86_400),
+    "down_after_s": (0, 86_400),
+    "cooldown_s": (0, 86_400),
+    "budget": (0, 1_000_000),
+    "attainment": (0.5, 0.999),
+    "interval_s": (0.1, 600),
+    "idle_s": (1, 604_800),
+    "start_s": (0, 3600),
+}
+"""The least and the most that each number below can be."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +41,7 @@ class PoolScaling:
         return self.max > 0
 
     def __post_init__(self) -> None:
-        _check("min", self.min, 0, LARGEST_POOL)
-        _check("max", self.max, 0, LARGEST_POOL)
-        _check("devices", self.devices, 0, 1024)
-        _check("objective_s", self.objective_s, 0, 3600)
-        for name in ("up_cooldown_s", "down_after_s", "cooldown_s"):
-            _check(name, getattr(self, name), 0, 86_400)
+        _check_spans(self)
         if self.scales and self.min > self.max:
             raise ValueError(f"min {self.min} is above max {self.max}")
 
@@ -54,11 +64,7 @@ class ScalingConfig:
         return self.prefill.scales or self.decode.scales
 
     def __post_init__(self) -> None:
-        _check("budget", self.budget, 0, 1_000_000)
-        _check("attainment", self.attainment, 0.5, 0.999)
-        _check("interval_s", self.interval_s, 0.1, 600)
-        _check("idle_s", self.idle_s, 1, 604_800)
-        _check("start_s", self.start_s, 0, 3600)
+        _check_spans(self)
 
 
 def check_budget(config: ScalingConfig, fixed: dict[str, int]) -> None:
@@ -77,6 +83,8 @@ def check_budget(config: ScalingConfig, fixed: dict[str, int]) -> None:
         )
 
 
-def _check(name: str, value: float, low: float, high: float = inf) -> None:
-    if not low <= value <= high:  # also NaN
-        raise ValueError(f"{name} is {value!r}; it must be from {low:g} to {high:g}")
+def _check_spans(block: PoolScaling | ScalingConfig) -> None:
+    for name in (each.name for each in fields(block) if each.name in SPANS):
+        value, (low, high) = getattr(block, name), SPANS[name]
+        if not low <= value <= high:  # also NaN
+            raise ValueError(f"{name} is {value!r}; it must be from {low:g} to {high:g}")

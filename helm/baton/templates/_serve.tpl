@@ -114,18 +114,40 @@ accelerator of the budget is a GPU, or a worker where there are none. Empty: it 
 {{- if not .Values.autoscaling.enabled -}}
 {{- fail "autoscaling.byLoad needs autoscaling.enabled: pods have to come and go with the workers" -}}
 {{- end -}}
-{{- $args := deepCopy .Values.autoscaling.config -}}
+{{- if eq 0 (int .Values.prefill.replicas) -}}
+{{- fail "autoscaling.byLoad decides on prefill and decode workers, and with mixed ones only there are none: set prefill.replicas and decode.replicas, or byLoad to false" -}}
+{{- end -}}
+{{- $args := deepCopy (.Values.autoscaling.config | default dict) -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := index $.Values $role -}}
 {{- if gt (int $values.replicas) 0 -}}
 {{- $bounds := include "baton.bounds" (dict "root" $ "role" $role) | fromYaml -}}
 {{- $own := dict "min" (int $bounds.min) "max" (int $bounds.max) "devices" (max 1 (int $values.gpus)) -}}
-{{- $block := index $args $role | default dict -}}
+{{- $block := get $args $role | default dict -}}
 {{- include "baton.put" (dict "into" $block "from" $own) -}}
 {{- $_ := set $args $role $block -}}
 {{- end -}}
 {{- end -}}
+{{- include "baton.checkScaling" (dict "root" . "args" $args) -}}
 {{- toYaml $args -}}
+{{- end -}}
+{{- end -}}
+
+{{/* As services/planner/config.py has it: objectives, and a budget that the smallest pools fit into. */}}
+{{- define "baton.checkScaling" -}}
+{{- $least := 0 -}}
+{{- range $role, $kind := dict "prefill" "ttft" "decode" "tpot" -}}
+{{- $pool := index $.args $role -}}
+{{- $least = add $least (mul (max 1 $pool.min) $pool.devices) -}}
+{{- $given := get ($.root.Values.router.config | default dict) (printf "slo_%s_s" $kind) -}}
+{{- $objective := $given | default (index $.root.Values.slo (printf "%sSeconds" $kind)) -}}
+{{- if and (gt (float64 $objective) 3600.0) (not $pool.objective_s) -}}
+{{- fail (printf "slo.%sSeconds: with autoscaling.byLoad it is what %s scales by, and can be 3600 at most" $kind $role) -}}
+{{- end -}}
+{{- end -}}
+{{- $budget := int .args.budget -}}
+{{- if and $budget (lt $budget (int $least)) -}}
+{{- fail (printf "autoscaling.config.budget: %d is less than the %d that the smallest prefill and decode pools take (one worker each at least): raise it, or lower minReplicas" $budget $least) -}}
 {{- end -}}
 {{- end -}}
 
