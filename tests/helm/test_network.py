@@ -185,6 +185,22 @@ def test_the_head_reaches_kubernetes_with_autoscaling_and_redis_with_fault_toler
         assert not able.may(role, redis, 6390)
 
 
+def test_without_the_internet_it_is_said_where_kubernetes_is() -> None:
+    """Its port is that of everybody's HTTPS."""
+    closed = {"allowInternet": False}
+    scaling = {"enabled": True}
+    message = refusal({"autoscaling": scaling, "networkPolicy": closed})
+    assert "networkPolicy.apiServer.to" in message
+    assert World(networkPolicy=closed).reached_by(CLIENT, API), (
+        "without autoscaling it is no matter"
+    )
+    there = {"to": [{"ipBlock": {"cidr": f"{PRIVATE.address}/32"}}]}
+    world = World(autoscaling=scaling, networkPolicy=closed | {"apiServer": there})
+    assert world.may("head", PRIVATE, 6443)
+    for port in (443, 6443):
+        assert not world.may("head", PUBLIC, port)
+
+
 def test_traces_reach_their_receiver() -> None:
     receiver = Party("a collector", {"app": "otel"}, "tracing")
     world = World(config={"tracing_endpoint": "http://otel.tracing:4318"})

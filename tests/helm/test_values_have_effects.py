@@ -83,6 +83,7 @@ CONTEXTS: dict[str, Object] = {
     "monitoring.scrapeConfig.enabled": monitor(""),
     "kvTransfer.transport": {role: {"gpus": 0} for role in ("prefill", "decode", "mixed")},
     "networkPolicy.nodeCIDRs": {"rdma": {"hostNetwork": True}, **NODES},
+    "networkPolicy.allowInternet": {"networkPolicy": {"apiServer": {"to": [LABELLED]}}},
     "router.hostNetwork": NODES,
     "prefill.hostNetwork": NODES,
     "decode.hostNetwork": NODES,
