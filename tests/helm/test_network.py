@@ -268,6 +268,17 @@ def test_pods_on_their_nodes_network_come_from_the_nodes() -> None:
     assert not world.may(elsewhere, "head", GCS)
 
 
+def test_the_test_pod_reaches_routers_that_are_on_their_nodes_network() -> None:
+    node, elsewhere = Party("a node", address="10.20.0.7"), Party("no node", address="10.30.0.7")
+    nodes = {"nodeCIDRs": ["10.20.0.0/16"]}
+    world = World(router={"replicas": 1, "hostNetwork": True}, networkPolicy=nodes)
+    assert world.may(world.test, node, API)
+    assert not world.may(world.test, node, METRICS)
+    assert not world.may(world.test, elsewhere, API)
+    world = World(decode={"replicas": 1, "hostNetwork": True}, networkPolicy=nodes)
+    assert not world.may(world.test, node, API), "routers are not there"
+
+
 def test_kuberays_gateway_reaches_all_that_run_haproxy() -> None:
     gateway = Party("the gateway", {"app": "gateway"}, "gateways")
     upgrade = {"type": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "some"}
