@@ -149,6 +149,18 @@ def test_no_budget_keeps_every_node_from_being_drained(replicas: int) -> None:
     assert set(made) == {1: set(), 2: {"router"}, 3: {"router", "prefill"}}[replicas]
 
 
+def test_a_pool_that_shrinks_has_its_least_to_spare() -> None:
+    """Not what it begins with; a router's number stays."""
+    roles = {role: {"replicas": 3, "maxReplicas": 4} for role in ("router", "prefill", "decode")}
+    roles["prefill"]["minReplicas"], roles["decode"]["minReplicas"] = 1, 2
+    roles["router"]["minReplicas"] = 1
+    budget = {role: {"minAvailable": 1} for role in ("prefill", "decode")}
+    for by_load, with_budget in ((True, {"router", "decode"}), (False, set(roles))):
+        scaling = {"enabled": True, "byLoad": by_load}
+        values = {"podDisruptionBudget": budget, "autoscaling": scaling}
+        assert set(_budgets(render(roles | values))) == with_budget, scaling
+
+
 def _budgets(chart: Rendered) -> dict[str, dict[str, Any]]:
     """By role."""
     return {
