@@ -89,6 +89,7 @@ CONTEXTS: dict[str, Object] = {
     "decode.hostNetwork": NODES,
     "mixed.hostNetwork": NODES,
     "rdma.hostNetwork": NODES,
+    "rdma.capabilities": {"rdma": {"runAsRoot": True}},
     "autoscaling.enabled": {"ray": {"upgradeStrategy": {"type": "NewCluster"}}},
     "autoscaling.config": {"autoscaling": {"byLoad": True}},
     "config.metrics_compat": {"inferencePool": {"enabled": False}},

@@ -6,19 +6,17 @@ The pods of the Ray cluster; (dict "root" $ "role" ROLE), where "head" is a role
 {{- define "baton.agentPort" -}}52365{{- end -}}
 
 {{/*
-A container's security context. RDMA adds what registering memory needs. An added capability is only
-root's to use, so where that is wanted, these containers are root's, with no other.
+A container's security context. An added capability is only root's to use: so where RDMA needs one to
+register memory, these containers are root's, with no other; else none is added.
 */}}
 {{- define "baton.securityContext" -}}
 {{- $context := deepCopy .root.Values.securityContext -}}
-{{- if include "baton.rdma" . -}}
+{{- if include "baton.asRoot" . -}}
 {{- $capabilities := deepCopy ($context.capabilities | default dict) -}}
 {{- with .root.Values.rdma.capabilities -}}
 {{- $_ := set $capabilities "add" (concat ($capabilities.add | default list) . | uniq) -}}
 {{- $_ := set $context "capabilities" $capabilities -}}
 {{- end -}}
-{{- end -}}
-{{- if include "baton.asRoot" . -}}
 {{- $_ := set $context "runAsUser" 0 -}}
 {{- $_ := set $context "runAsNonRoot" false -}}
 {{- end -}}
