@@ -14,7 +14,15 @@ import yaml
 
 from services.cli import build_parser
 from services.config import AppConfig, keys
-from tests.support.chart import ROOT, Rendered, chart_values, render, value_set, with_value
+from tests.support.chart import (
+    ROOT,
+    VALUE_SETS,
+    Rendered,
+    chart_values,
+    render,
+    value_set,
+    with_value,
+)
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 
@@ -153,6 +161,12 @@ def test_checks_of_the_doctor() -> None:
     named |= set(re.findall(r"`((?:ucx |locked )[a-z ]+)`", PAGE))
     assert {"rdma", "locked memory", "shared memory", "ucx as set", "gpudirect"} <= named
     assert named <= known
+
+
+def test_sets_in_which_kv_has_no_network_but_the_adapters() -> None:
+    (named,) = re.findall(r"names an adapter only, as in (.*?), TCP", PAGE)
+    devices = {name: value_set(name).get("rdma", {}).get("netDevices") for name in VALUE_SETS}
+    assert {name for name, device in devices.items() if device} == set(re.findall("`(.*?)`", named))
 
 
 def test_make_and_files() -> None:
