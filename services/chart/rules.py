@@ -234,8 +234,9 @@ OURS: dict[str, Schema] = {
     "gcsFaultTolerance.externalStorageNamespace": text(pattern=r"^[\w.-]*$"),
     "upgradeStrategy.type": text(enum=["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]),
     "upgradeStrategy.onConfigChange": text(enum=["InPlace", "NewCluster"]),
-    "maxSurgePercent": whole(0, 100) | {"description": "how much larger it may be meanwhile"},
-    "stepSizePercent": whole(0, 100) | {"description": "how much traffic moves at once"},
+    "maxSurgePercent": whole(1, 100) | {"description": "how much larger it may be meanwhile"},
+    "stepSizePercent": whole(1, 100)
+    | {"description": "how much of its Gateway's traffic moves at once"},
     "intervalSeconds": whole(1) | {"description": "time between two moves of traffic"},
     "gatewayClassName": text("of the Gateway that moves the traffic", pattern=NAME),
     "clusterDeletionDelaySeconds": whole(0),

@@ -159,6 +159,17 @@ def test_without_room_for_two_clusters_none_is_made_beside_the_other() -> None:
     assert single["upgradeStrategy"]["type"] == "None", "its GPUs are all in use"
 
 
+def test_whose_traffic_moves_step_by_step_is_said() -> None:
+    """KubeRay's own Gateway's; the chart's route leads to the routers of both clusters."""
+    chart = render(value_set("autoscaling"), "one", "there")
+    assert "of its own Gateway one-baton-gateway step by step, and no other" in chart.notes
+    assert "of the service one-baton, and of the HTTPRoute to it, reach all routers" in chart.notes
+    (rule,) = chart.one("HTTPRoute")["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    selector = chart.one("Service", backend["name"])["spec"]["selector"]
+    assert "ray.io/cluster" not in selector
+
+
 def test_a_second_release_of_the_same_names_is_refused(release: Release) -> None:
     """Helm's usual names of "a" and of "a-baton" are the same."""
     release.helm.install(CHART, "a", {})

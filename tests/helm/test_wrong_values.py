@@ -50,6 +50,8 @@ WRONG: list[tuple[Values, str, str]] = [
     ({"modelCache": {"accessModes": ["RWX"]}}, "/modelCache/accessModes/0", "must be one of"),
     ({"ray": {"version": "2"}}, "/ray", UNKNOWN.format("version")),
     ({"ray": {"upgradeStrategy": {"type": "Rolling"}}}, "/ray/upgradeStrategy/type", "one of"),
+    ({"ray": {"upgradeStrategy": {"stepSizePercent": 0}}}, "/stepSizePercent", "got 0, want 1"),
+    ({"ray": {"upgradeStrategy": {"maxSurgePercent": 0}}}, "/maxSurgePercent", "got 0, want 1"),
     ({"ray": {"gcsFaultTolerance": {"redis": "x"}}}, "gcsFaultTolerance", UNKNOWN.format("redis")),
     ({"autoscaling": {"upscalingMode": "Fast"}}, "/autoscaling/upscalingMode", "one of"),
     ({"autoscaling": {"minReplicas": 1}}, "/autoscaling", UNKNOWN.format("minReplicas")),
