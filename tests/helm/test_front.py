@@ -119,6 +119,10 @@ def test_the_pool_is_the_routers() -> None:
         ({"ingress": {"enabled": True, "hosts": []}}, "ingress.hosts"),
         (POOL, "config.metrics_compat"),
         (COMPAT | {"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
+        (
+            COMPAT | POOL | {"router": {"config": {"metrics_public": False}}},
+            "router.config.metrics_public",
+        ),
     ],
 )
 def test_what_is_missing_is_said(values: dict[str, Any], message: str) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from router.config import RouterConfig
 from services.cli import build_parser
-from services.config import AppConfig, keys
+from services.config import AppConfig, WorkerConfig, keys
 from tests.support.chart import (
     ROOT,
     VALUE_SETS,
@@ -81,6 +82,9 @@ def test_every_value_that_is_named_is_there() -> None:
             assert rest[0] in keys(AppConfig), path
             continue
         at = values if first in values else values["prefill"]  # of any role
+        if first != "autoscaling" and len(rest) > 1 and rest[0] == "config":
+            assert rest[1] in keys(RouterConfig if first == "router" else WorkerConfig), path
+            continue
         for key in (first, *rest):
             assert key in at, f"{path}: there is no {key}"
             at = at[key]
