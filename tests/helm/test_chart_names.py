@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import Rendered, refusal, render
+from tests.support.chart import RELEASE, Rendered, refusal, render
 from tests.support.chart_references import nodes, pods_with_labels, selectors
 from tests.support.chart_variants import LONG, VARIANTS
 from tests.support.network import selects
@@ -27,6 +27,7 @@ NAMES: list[tuple[str, dict[str, Any]]] = [
     ("a.name.with.dots", {}),
     ("baton", {"fullnameOverride": "y" * 80}),
     ("baton", {"fullnameOverride": "8.short"}),
+    ("baton", {"fullnameOverride": "z" * 32 + "-metrics"}),
     ("baton", {"nameOverride": "n" * 39 + ".cut-behind-the-dot"}),
     ("baton", {"fullnameOverride": "f" * 30 + "-.-.-." + "cut-in-the-middle-of-these"}),
 ]
@@ -163,6 +164,22 @@ def test_two_releases_in_one_namespace_do_not_meet(one: str, other: str) -> None
             if selector in ({"matchLabels": {"team": "serving"}}, {}):
                 continue  # the user's own, in topologySpreadConstraints; where traces go
             assert not any(selects(selector, labels) for labels in foreign), path
+
+
+def test_no_release_has_the_name_of_anothers_account_or_service() -> None:
+    """``baton`` has a service ``baton-metrics``, and KubeRay makes ``baton-serve-svc``."""
+    on = {"autoscaling": {"enabled": True}, "monitoring": {"serviceMonitor": {"enabled": True}}}
+    theirs = names(render(on))
+    theirs |= {("Service", f"{RELEASE}-{end}") for end in ("head-svc", "serve-svc")}
+    ends = sorted(name.removeprefix(RELEASE) for _, name in theirs if name != RELEASE)
+    assert {"-head", "-metrics"} < set(ends)
+    for end in ("-head", "-metrics", "-head-svc", "-serve-svc"):
+        mine = names(render(on, f"{RELEASE}{end}"))
+        assert not mine & theirs, end
+
+
+def names(chart: Rendered) -> set[tuple[str, str]]:
+    return {(thing["kind"], thing["metadata"]["name"]) for thing in chart.objects}
 
 
 def test_kuberays_own_services_have_no_names_of_ours() -> None:

@@ -12,7 +12,9 @@ Templates that take a role are called with (dict "root" $ "role" "prefill").
 The name of the RayService, and the start of all other names.
 
 KubeRay takes at most 47 characters, and the longest suffix here needs more than the 16 that would be
-left of 63: so 40. A longer name ends in a hash of all of it; two releases that begin alike stay two.
+left of 63: so 40. A longer name ends in a hash of all of it; two releases that begin alike stay two. So
+does a name that ends as those of accounts and services do that are ours or KubeRay's: `baton-metrics`
+is a service of the release `baton`, and so no other's.
 */}}
 {{- define "baton.fullname" -}}
 {{- $name := .Values.fullnameOverride -}}
@@ -20,7 +22,12 @@ left of 63: so 40. A longer name ends in a hash of all of it; two releases that 
 {{- $chart := include "baton.name" . -}}
 {{- $name = ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
 {{- end -}}
-{{- include "baton.short" (dict "name" (include "baton.dnsLabel" $name) "limit" 40) -}}
+{{- $short := include "baton.short" (dict "name" (include "baton.dnsLabel" $name) "limit" 40) -}}
+{{- if regexMatch "-(head|metrics|head-svc|serve-svc)$" $short -}}
+{{- printf "%s-%s" ($short | trunc 31 | include "baton.trimmed") ($name | sha256sum | trunc 8) -}}
+{{- else -}}
+{{- $short -}}
+{{- end -}}
 {{- end -}}
 
 {{/* A name as services have one: no dots, first a letter. One that was changed ends in a hash. */}}
