@@ -224,7 +224,7 @@ OURS: dict[str, Schema] = {
     "modelCache.existingClaim": text(pattern=NAME),
     "modelCache.storageClassName": text("empty: the cluster's default", pattern=NAME),
     "modelCache.accessModes": several(
-        text(enum=["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]),
+        text(enum=["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]),
         "of the claim; pods on several nodes need one for many",
     )
     | {"minItems": 1},

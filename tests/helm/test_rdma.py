@@ -174,6 +174,10 @@ def test_without_rdma_there_is_nothing_of_it() -> None:
 def test_kv_of_gpus_goes_by_nixl_with_rdma_or_without() -> None:
     made = render({"decode": {"gpus": 1}, "prefill": {"gpus": 1}})
     assert {made.serve_args()[role]["transport"] for role in ("prefill", "decode")} == {"nixl"}
+    auto = {"prefill": {"gpus": 1, "config": {"device": "auto"}}, "decode": {"gpus": 1}}
+    assert render(auto).serve_args()["prefill"]["transport"] == "nixl"
+    unused = {"mixed": {"gpus": 1, "replicas": 0}}
+    assert render(unused).serve_args()["decode"]["transport"] == "tcp"
     message = refusal({"kvTransfer": {"transport": "tcp"}, "decode": {"gpus": 1}})
     assert "decode: its KV is on a GPU" in message
 
@@ -226,7 +230,8 @@ def test_capabilities_that_are_given_stay() -> None:
 
 def test_what_a_role_asks_for_itself_wins() -> None:
     own = {"limits": {"rdma/ib": 4, "memory": "9Gi"}, "requests": {"rdma/ib": 4}}
-    made = render({"rdma": {"enabled": True}, "decode": {"gpus": 1, "resources": own}})
+    pools = {"prefill": {"gpus": 1}, "decode": {"gpus": 1, "resources": own}}
+    made = render({"rdma": {"enabled": True}, **pools})
     limits = container(made, "decode")["resources"]["limits"]
     assert limits == {"rdma/ib": 4, "memory": "9Gi", "nvidia.com/gpu": 1}
     assert container(made, "prefill")["resources"]["limits"]["rdma/ib"] == 1

@@ -85,6 +85,8 @@ CONTEXTS: dict[str, Object] = {
     "networkPolicy.nodeCIDRs": {"rdma": {"hostNetwork": True}, **NODES},
     "networkPolicy.allowInternet": {"networkPolicy": {"apiServer": {"to": [LABELLED]}}},
     "router.hostNetwork": NODES,
+    "prefill.gpus": {"prefill": {"config": {"device": "cuda"}}},  # as decode is
+    "decode.gpus": {"decode": {"config": {"device": "cuda"}}},
     "prefill.hostNetwork": NODES,
     "decode.hostNetwork": NODES,
     "mixed.hostNetwork": NODES,

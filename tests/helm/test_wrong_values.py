@@ -48,6 +48,7 @@ WRONG: list[tuple[Values, str, str]] = [
     ({"modelCache": {"size": "50 GB"}}, "/modelCache/size", "does not match pattern"),
     ({"modelCache": {"mountPath": "cache"}}, "/modelCache/mountPath", "does not match"),
     ({"modelCache": {"accessModes": ["RWX"]}}, "/modelCache/accessModes/0", "must be one of"),
+    ({"modelCache": {"accessModes": ["ReadOnlyMany"]}}, "/modelCache/accessModes/0", "one of"),
     ({"ray": {"version": "2"}}, "/ray", UNKNOWN.format("version")),
     ({"ray": {"upgradeStrategy": {"type": "Rolling"}}}, "/ray/upgradeStrategy/type", "one of"),
     ({"ray": {"upgradeStrategy": {"stepSizePercent": 0}}}, "/stepSizePercent", "got 0, want 1"),
@@ -166,6 +167,8 @@ def test_what_the_messages_ask_for_is_taken() -> None:
             "global": {"anything": 1},
         }
     )
+    shm = {"router": {"shm": {"size": 104857600}}, "head": {"shm": {"size": "0.1Gi"}}}
+    render(shm | {"modelCache": {"mountPath": "/opt/batonic"}})
 
 
 def test_keys_without_a_value_are_as_if_they_were_not_there() -> None:
@@ -221,6 +224,20 @@ def test_keys_without_a_value_are_as_if_they_were_not_there() -> None:
             {"head": {"extraVolumes": [{"name": "cluster-secret", "emptyDir": {}}]}},
             "head.extraVolumes: there is a volume cluster-secret already",
         ),
+        (
+            {"router": {"shm": {"size": "99Mi"}}},
+            "router.shm.size: 99Mi is less than Ray's object store",
+        ),
+        (
+            {"head": {"shm": {"size": "0.1G"}}, "ray": {"objectStoreBytes": 100_000_001}},
+            "head.shm.size: 0.1G is less",
+        ),
+        (
+            {"prefill": {"gpus": 1}},
+            "prefill.gpus 1, decode.gpus 0: KV goes from the one to the other",
+        ),
+        ({"modelCache": {"mountPath": "/opt/baton/models"}}, "would hide the program itself"),
+        ({"modelCache": {"mountPath": "/opt/"}}, "would hide the program itself"),
         ({"modelCache": {"mountPath": "/tmp"}}, "modelCache.mountPath: something else"),
         (
             {

@@ -91,6 +91,14 @@ read by routers only.
 {{- toYaml $files -}}
 {{- end -}}
 
+{{/* Ray does not start where its object store is larger than /dev/shm. */}}
+{{- define "baton.checkShm" -}}
+{{- $size := (index .root.Values .role).shm.size -}}
+{{- if lt (include "baton.bytes" $size | int64) (int64 .root.Values.ray.objectStoreBytes) -}}
+{{- fail (printf "%s.shm.size: %s is less than Ray's object store, which lies in it (ray.objectStoreBytes, %d)" .role (include "baton.text" $size) (int64 .root.Values.ray.objectStoreBytes)) -}}
+{{- end -}}
+{{- end -}}
+
 {{/*
 Kubernetes refuses a pod in which two volumes are mounted at one place, or have one name; (dict "root"
 "role" "secrets" {...}), with what "baton.secretFiles" says.
@@ -103,6 +111,9 @@ Kubernetes refuses a pod in which two volumes are mounted at one place, or have 
 {{- range $name, $file := .secrets -}}
 {{- $names = append $names $name -}}
 {{- $paths = append $paths (dir $file.file) -}}
+{{- end -}}
+{{- if regexMatch "^/opt(/baton(/.*)?)?$" $cache -}}
+{{- fail (printf "modelCache.mountPath: %s would hide the program itself, which is in /opt/baton" $cache) -}}
 {{- end -}}
 {{- if has $cache $paths -}}
 {{- fail (printf "modelCache.mountPath: something else is mounted at %s" $cache) -}}

@@ -60,6 +60,14 @@ is a service of the release `baton`, and so no other's.
 {{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{- int64 . -}}{{- else -}}{{- . -}}{{- end -}}
 {{- end -}}
 
+{{/* A quantity of Kubernetes', such as 2Gi, in bytes. */}}
+{{- define "baton.bytes" -}}
+{{- $text := include "baton.text" . -}}
+{{- $unit := regexFind "[A-Za-z]+$" $text -}}
+{{- $factor := get (dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0) $unit | default 1.0 -}}
+{{- mulf (trimSuffix $unit $text | float64) $factor | int64 -}}
+{{- end -}}
+
 {{/*
 Puts all that is in "from" into the dict "into": also what is 0, false or empty, which `merge` and
 `mergeOverwrite` take for nothing. It prints nothing.

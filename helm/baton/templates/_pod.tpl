@@ -151,6 +151,7 @@ one node: Kubernetes would find that out by the ports, and say so less clearly.
 {{- $values := index $root.Values $role -}}
 {{- $head := eq $role "head" -}}
 {{- $secrets := include "baton.secretFiles" . | fromYaml -}}
+{{- include "baton.checkShm" . -}}
 {{- include "baton.checkVolumes" (dict "root" $root "role" $role "secrets" $secrets) -}}
 {{- $end := include "baton.end" . | fromYaml -}}
 metadata:

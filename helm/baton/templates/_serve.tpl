@@ -56,7 +56,8 @@ memory only; what is on GPUs goes by NIXL, which finds RDMA, or takes TCP itself
 {{- define "baton.transport" -}}
 {{- $gpus := 0 -}}
 {{- range $role := list "prefill" "decode" "mixed" -}}
-{{- $gpus = add $gpus (index $.Values $role).gpus -}}
+{{- $pool := index $.Values $role -}}
+{{- if $pool.replicas -}}{{- $gpus = add $gpus $pool.gpus -}}{{- end -}}
 {{- end -}}
 {{- $transport := .Values.kvTransfer.transport -}}
 {{- if ne $transport "auto" -}}
@@ -93,6 +94,12 @@ its node, so none of these would be found out there.
 {{- fail (printf "%s: its KV is on a GPU, which the transport tcp does not reach; set kvTransfer.transport to nixl, which takes TCP where there is no RDMA" .role) -}}
 {{- end -}}
 {{- toYaml $args -}}
+{{- end -}}
+
+{{/* "true" if workers with these arguments, in pods with so many GPUs, compute on one. */}}
+{{- define "baton.onGpu" -}}
+{{- $device := .args.device | default "" -}}
+{{- if or (eq $device "cuda") (and (eq $device "auto") (gt (int .gpus) 0)) -}}true{{- end -}}
 {{- end -}}
 
 {{/* As the code has it: a pair of pools, or mixed workers, which need no other pool. */}}
@@ -174,6 +181,9 @@ accelerator of the budget is a GPU, or a worker where there are none. Empty: it 
 {{- else -}}
 {{- $_ := set $args $role (dict "replicas" 0) -}}
 {{- end -}}
+{{- end -}}
+{{- if ne (include "baton.onGpu" (dict "args" $args.prefill "gpus" .Values.prefill.gpus)) (include "baton.onGpu" (dict "args" $args.decode "gpus" .Values.decode.gpus)) -}}
+{{- fail (printf "prefill.gpus %d, decode.gpus %d: KV goes from the one to the other, so both have GPUs, or none has" (int .Values.prefill.gpus) (int .Values.decode.gpus)) -}}
 {{- end -}}
 {{- toYaml $args -}}
 {{- end -}}
