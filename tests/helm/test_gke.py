@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from router.config import RouterConfig
-from tests.support.chart import NAMESPACE, Object, Rendered, render, value_set
+from tests.support.chart import CHART, NAMESPACE, Object, Rendered, render, value_set
 from tests.support.network import Party, allowed
 
 METADATA = Party("GKE's metadata server", address="169.254.169.252")
@@ -61,6 +63,15 @@ def test_pods_get_tokens_of_their_cloud_account(chart: Rendered, role: str) -> N
         assert allowed(policies, pod, server, port), server
     for server, port in ((METADATA, 80), (METADATA_V2, 443)):
         assert not allowed(policies, pod, server, port), server
+
+
+def test_accounts_that_need_a_binding_are_named() -> None:
+    scaled = render(value_set("gke") | {"autoscaling": {"enabled": True}}, "baton")
+    accounts = {each["metadata"]["name"] for each in scaled.all("ServiceAccount")}
+    text = (CHART / "ci" / "gke.yaml").read_text()
+    assert set(re.findall(r"NAMESPACE/([\w-]+)", text)) == accounts == {"baton", "baton-head"}
+    used = {pod["spec"]["serviceAccountName"] for pod in scaled.pods().values()}
+    assert used == accounts
 
 
 def test_elsewhere_no_pod_reaches_such_a_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -33,7 +34,12 @@ def environment(name: str | Rendered, role: str) -> dict[str, str]:
 @pytest.mark.parametrize("role", WORKERS)
 @pytest.mark.parametrize(
     ("name", "resource"),
-    [("gpu-rdma", "rdma/ib"), ("eks-efa", "vpc.amazonaws.com/efa"), ("openshift", "rdma/roce_gdr")],
+    [
+        ("gpu-rdma", "rdma/ib"),
+        ("gke", "networking.gke.io.networks/rdma-0"),
+        ("eks-efa", "vpc.amazonaws.com/efa"),
+        ("openshift", "rdma/roce_gdr"),
+    ],
 )
 def test_an_adapter_for_each_gpu_in_requests_and_limits(
     name: str, resource: str, role: str
@@ -46,9 +52,12 @@ def test_an_adapter_for_each_gpu_in_requests_and_limits(
 
 def test_gke_gives_adapters_as_interfaces() -> None:
     for role in WORKERS:
-        assert container("gke", role)["resources"]["limits"].keys() == {"memory", "nvidia.com/gpu"}
         annotations = chart("gke").pods()[role]["metadata"]["annotations"]
-        assert '"network": "rdma-0"' in annotations["networking.gke.io/interfaces"]
+        interfaces = json.loads(annotations["networking.gke.io/interfaces"])
+        networks = {each["network"] for each in interfaces} - {"default"}
+        limits = container("gke", role)["resources"]["limits"]
+        counted = {name for name in limits if name.startswith("networking.gke.io.networks/")}
+        assert counted == {f"networking.gke.io.networks/{network}" for network in networks}
 
 
 @pytest.mark.parametrize("name", RDMA_SETS)
