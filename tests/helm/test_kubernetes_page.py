@@ -173,6 +173,39 @@ def test_sets_in_which_kv_has_no_network_but_the_adapters() -> None:
     assert {name for name, device in devices.items() if device} == set(re.findall("`(.*?)`", named))
 
 
+def test_sets_whose_cache_needs_a_class_for_many_nodes() -> None:
+    defaults = chart_values()["modelCache"]
+    caches = {name: defaults | value_set(name).get("modelCache", {}) for name in VALUE_SETS}
+    shared = {
+        name: cache
+        for name, cache in caches.items()
+        if cache["enabled"] and cache["accessModes"] == ["ReadWriteMany"]
+    }
+    (by_default,) = re.findall(r"The sets (.*?) take the cluster's default class", PAGE)
+    (named,) = re.findall(r"The sets (.*?) name classes", PAGE)
+    for text, with_class in ((by_default, False), (named, True)):
+        found = {
+            name for name, cache in shared.items() if bool(cache["storageClassName"]) is with_class
+        }
+        assert found == set(re.findall("`(.*?)`", text))
+
+
+def test_a_secret_for_what_renders_without_the_cluster() -> None:
+    (made,) = [words for words in of("kubectl", "create", "secret") if "openssl" in words[-1]]
+    (words,) = of("helm", "template")
+    key, _, name = words[-1].partition("=")
+    assert made[-2] == name
+    values = with_value({}, key, name)
+    assert render(values, "baton", "baton").files == render(values, "baton", "baton").files
+    (source,) = (
+        each["secret"]
+        for each in render(values).pods()["decode"]["spec"]["volumes"]
+        if each["name"] == "cluster-secret"
+    )
+    assert source["secretName"] == name
+    assert made[-1].startswith(f"--from-literal={source['items'][0]['key']}=")
+
+
 def test_make_and_files() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for words in of("make"):
