@@ -23,7 +23,7 @@ def test_pools_with_gpus_run_the_image_that_has_cuda(name: str) -> None:
 
 
 def test_a_tag_that_is_given_is_the_one() -> None:
-    values = {"image": {"tag": "mine"}, "decode": {"gpus": 1}}
+    values = {"image": {"tag": "mine"}, "prefill": {"gpus": 1}, "decode": {"gpus": 1}}
     (image,) = images(render(values))
     assert image.endswith(":mine")
 
