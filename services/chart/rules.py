@@ -24,7 +24,7 @@ WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 LABEL = {"type": "string", "pattern": rf"^({WORD})?$", "maxLength": 63}  # its value
 KEY = rf"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?{WORD}$"  # of a label or an annotation
 OURS_ONLY = r"^(baton/role|ray\.io/.*|app\.kubernetes\.io/(name|instance|component))$"  # labels
-QUANTITY = r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|[mKun])?$"
+QUANTITY = r"^[0-9]+(\.[0-9]+)?([EPTGMK]i|[EPTGMkmun])?$"
 DURATION = r"^([0-9]+(ms|[smhd]))*$"  # of Prometheus
 
 

@@ -106,6 +106,7 @@ WRONG: list[tuple[Values, str, str]] = [
         "/prefill/sidecars/0/env/0/value",
         "got number, want string",
     ),
+    ({"decode": {"shm": {"size": "2ki"}}}, "/decode/shm/size", "does not match pattern"),
     ({"decode": {"shm": {"size": "2GB"}}}, "/decode/shm/size", "does not match pattern"),
     ({"decode": {"config": {"drain_s": "1m"}}}, "/decode/config/drain_s", "want number"),
     ({"decode": {"tolerations": {"key": "x"}}}, "/decode/tolerations", "want array"),
@@ -168,6 +169,7 @@ def test_what_the_messages_ask_for_is_taken() -> None:
         }
     )
     shm = {"router": {"shm": {"size": 104857600}}, "head": {"shm": {"size": "0.1Gi"}}}
+    shm["decode"] = {"shm": {"size": "2097152Ki"}}
     render(shm | {"modelCache": {"mountPath": "/opt/batonic"}})
 
 

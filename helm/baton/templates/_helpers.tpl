@@ -64,7 +64,7 @@ is a service of the release `baton`, and so no other's.
 {{- define "baton.bytes" -}}
 {{- $text := include "baton.text" . -}}
 {{- $unit := regexFind "[A-Za-z]+$" $text -}}
-{{- $factor := get (dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0) $unit | default 1.0 -}}
+{{- $factor := get (dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0) $unit | default 1.0 -}}
 {{- mulf (trimSuffix $unit $text | float64) $factor | int64 -}}
 {{- end -}}
 
