@@ -14,8 +14,8 @@ from tests.support.serving import until
 def test_twenty_times_down_and_up_with_streams_running(
     small_model: Path, small_judge: Judge, full: bool, tmp_path: Path
 ) -> None:
-    """Bursts of prompts and of answers bring workers, which leave between them; two long streams
-    are under way all the time, and those of the bursts end where they may.
+    """Bursts of prompts and of answers bring workers, which leave after them, in the middle of
+    streams: these begin when all workers are there, and half of them run on those that leave.
     """
     if not full:
         pytest.skip("only in the full form")
@@ -24,15 +24,17 @@ def test_twenty_times_down_and_up_with_streams_running(
     with scaled(settings, tmp_path) as found, Watch(found) as watch:
         for cycle in range(20):
             name = f"cycle {cycle}"
-            long = [Stream(found.server, prompt(n, 40), 600, f"{name} {n}") for n in range(2)]
             with Beat(4, partial(found.ask, num_tokens=24, salt=name, of=10)) as beat:
                 until(lambda: grown(found), f"both pools have grown in {name}", 120)
+                long = [Stream(found.server, prompt(n, 40), 600, f"{name} {n}") for n in range(4)]
+                for stream in long:
+                    stream.begun()
             found.settle(1, 1)
             for n, ids in enumerate(beat.results):
                 small_judge.check(prompt(n % 10), ids)
             for stream in long:
                 stream.check(small_judge)
-            print(f"{name}: {len(beat.results)} answers, 2 streams")
+            print(f"{name}: {len(beat.results)} answers, 4 streams")
         requests = found.state()["requests"]
     for role in ("prefill", "decode"):
         sizes = watch.sizes(role)
