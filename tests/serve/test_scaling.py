@@ -104,8 +104,7 @@ def test_the_first_request_wakes_workers_also_when_they_fail_at_first(
         first = Stream(deployed.server, prompt(7, 60), 20, "first")
         # Beside other tests, the start itself may take longer than the report is to.
         patience_s = REPORTED_S if full else 3 * REPORTED_S
-        until(lambda: len(deployed.failures()) == 2, "workers fail to start", patience_s)
-        failures = deployed.failures()
+        failures = deployed.both_fail(patience_s)
         assert deployed.state()["requests"]["queued"] == 1
         assert not first.over
     finally:

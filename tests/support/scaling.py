@@ -159,6 +159,14 @@ class Scaled:
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.state()}") from None
 
+    def both_fail(self, timeout_s: float) -> dict[str, dict[str, Any]]:
+        """Wait until a start of each role has failed; what each says."""
+        try:
+            until(lambda: len(self.failures()) == len(ROLES), "workers fail to start", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.state()}") from None
+        return self.failures()
+
     def failures(self) -> dict[str, dict[str, Any]]:
         """The last start that failed, by role."""
         return {failure["role"]: failure for failure in self.state()["start_failures"]}
