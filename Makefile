@@ -26,7 +26,7 @@ serve: venv  ## serve the default model: make serve ARGS="--port 8123 --decode 2
 	@exec $(BIN)/baton serve $(ARGS)
 
 test: dev  ## run the tests: make test ARGS="-k config"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lint: dev  ## ruff and mypy
 	$(BIN)/ruff check .
