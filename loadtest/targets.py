@@ -33,9 +33,11 @@ OURS = ("--port", "--host")  # flags that a target may not set
 TAIL_LINES = 20
 
 # The kernel interrupts a server when the load test dies; asked for by the process itself, since
-# nothing may run between fork and exec of a process with threads.
+# nothing may run between fork and exec of a process with threads. Who was started in the background
+# of a script has SIGINT ignored, and would pass that on.
 _DIES_WITH_PARENT = (
     "import ctypes, os, signal, sys;"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL);"
     "ctypes.CDLL(None).prctl(1, int(signal.SIGINT), 0, 0, 0);"  # 1: PR_SET_PDEATHSIG
     "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
 )

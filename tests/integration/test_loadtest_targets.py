@@ -137,12 +137,16 @@ def test_who_dies_says_how(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
 @pytest.mark.parametrize("then", ["pass", "server.pause()"])
-def test_a_killed_load_test_leaves_no_server(tmp_path: Path, then: str) -> None:
-    """Nor one that was paused when nobody is left to wake it."""
+@pytest.mark.parametrize("first", ["pass", "signal.signal(signal.SIGINT, signal.SIG_IGN)"])
+def test_a_killed_load_test_leaves_no_server(tmp_path: Path, first: str, then: str) -> None:
+    """Nor one that was paused when nobody is left to wake it, nor when it was started in the
+    background of a script, where SIGINT is ignored.
+    """
     code = f"""
 import asyncio, os, signal
 from pathlib import Path
 from loadtest.targets import Target, start
+{first}
 server = asyncio.run(start(Target("pd"), Path({str(tmp_path)!r}), {COMMAND!r}, {PATIENCE_S}))
 {then}
 os.kill(os.getpid(), signal.SIGKILL)
