@@ -79,7 +79,7 @@ bench-loadtest: dev  ## the load test's figures against a server of known delays
 proof: dev  ## disaggregated against mixed workers on this machine: under 40 minutes, docs/performance.md
 	$(BIN)/python -m loadtest.proof $(ARGS)
 
-scaling-run: dev  ## pools that scale by themselves, as the load shifts from prompts to answers and back: 8 minutes
+scaling-run: dev  ## pools that scale by themselves, as the load shifts from prompts to answers and back: 10 minutes
 	$(BIN)/python -m tests.scaling_run $(ARGS)
 
 observability: dev  ## every query of boards and rules against baton serve under Prometheus (a Debian package)
