@@ -248,7 +248,9 @@ class _Connection(asyncio.BufferedProtocol):
                 self._parser.feed_data(data)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 cause = error.__context__ if isinstance(error.__context__, NotHTTP) else error
-                self._end(NotHTTP(f"the answer is not HTTP/1.1: {cause}: {data[:60]!r}"))
+                # What is wrong may lie behind a good beginning that came with it.
+                shown = repr(data) if len(data) <= 120 else f"{data[:60]!r} ... {data[-60:]!r}"
+                self._end(NotHTTP(f"the answer is not HTTP/1.1: {cause}: {shown}"))
                 self.abort()
 
     def _end(self, error: Exception | None) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions are re
 
 # A body that starts a child in a process group of its own, as Ray does, and tells when it is there.
 PROGRAM = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from services.supervisor import supervise
 
@@ -25,6 +25,7 @@ folder.mkdir()
 def body():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                              preexec_fn=os.setpgrp)
+    {first}
     print(os.getpid(), child.pid, flush=True)
     {body}
 
@@ -32,9 +33,13 @@ sys.exit(supervise(body, folder, patience_s={patience}))
 """
 
 
-def start(tmp_path: Path, body: str, patience: float = 30) -> tuple[subprocess.Popen[str], int]:
-    """The front process, and the leader of the session that it looks after."""
-    program = PROGRAM.format(body=body, patience=patience)
+def start(
+    tmp_path: Path, body: str, patience: float = 30, first: str = ""
+) -> tuple[subprocess.Popen[str], int]:
+    """The front process, and the leader of the session that it looks after. ``first`` has been done
+    when this returns.
+    """
+    program = PROGRAM.format(first=first, body=body, patience=patience)
     command = [sys.executable, "-c", program, str(tmp_path / "work")]
     root = Path(__file__).parents[2]
     front = subprocess.Popen(
@@ -79,17 +84,11 @@ def test_a_signal_interrupts_the_body(tmp_path: Path, number: signal.Signals) ->
     assert front.returncode == 0
 
 
-STUBBORN = """
-    while True:
-        try:
-            time.sleep(600)
-        except KeyboardInterrupt:
-            print("once more", flush=True)
-"""
+STUBBORN = 'signal.signal(signal.SIGINT, lambda *_: print("once more", flush=True))'
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
-    front, leader = start(tmp_path, STUBBORN.strip())
+    front, leader = start(tmp_path, "time.sleep(600)", first=STUBBORN)
     front.send_signal(signal.SIGINT)
     assert front.stdout is not None
     assert front.stdout.readline() == "once more\n"
@@ -99,7 +98,7 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
 
 
 def test_patience_ends(tmp_path: Path) -> None:
-    front, leader = start(tmp_path, STUBBORN.strip(), patience=0.2)
+    front, leader = start(tmp_path, "time.sleep(600)", patience=0.2, first=STUBBORN)
     front.send_signal(signal.SIGINT)
     check_gone(front, leader, tmp_path)
     assert front.returncode == 1
