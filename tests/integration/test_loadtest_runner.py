@@ -88,8 +88,8 @@ def test_records_say_what_was_planned_and_what_came(stub: RunningStub) -> None:
     assert record.class_name == "class"
     assert (record.planned_tokens, record.prompt_tokens) == (4, 4)
     assert (record.max_tokens, record.output_tokens, len(record.chunk_s)) == (3, 3, 3)
-    assert record.ttft_s >= 3 * MS  # timers may be early by one
-    assert record.latency_s >= 7 * MS
+    assert record.ttft_s >= 4 * MS
+    assert record.latency_s >= 8 * MS
     (record,) = play(stub, [talk("a b c d")], how={"usage": False}).records
     assert record.prompt_tokens == 4  # as planned
 
@@ -102,8 +102,8 @@ def test_closed_loop_keeps_so_many_going(stub: RunningStub) -> None:
     assert max(running) <= 3
     assert running[2] == 3
     assert all(0 <= record.lag_s < 0.5 for record in result.records)
-    # When a place became free, not at once.
-    assert result.records[3].due_s >= min(end for _, end in spans[:3])
+    # When a place became free, not at once: a token after 4 ms, one more after 2.
+    assert result.records[3].due_s >= min(end for _, end in spans[:3]) >= 6 * MS
 
 
 def test_a_chat_grows_by_the_answers(stub: RunningStub) -> None:

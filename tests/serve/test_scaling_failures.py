@@ -320,7 +320,7 @@ def test_what_is_known_of_failed_starts_outlives_the_registry(
         found.settle(0, 0)
         with asked(lambda: found.ask(1)) as (first,):
             with without_weights(small_model):
-                until(lambda: len(found.failures()) == 2, "workers fail to start", REPORTED_S)
+                found.both_fail(REPORTED_S)
                 count = failed_starts(found)
                 (victim,) = found.processes("registry")
                 with Watch(found) as watch:

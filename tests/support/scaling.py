@@ -154,18 +154,23 @@ class Scaled:
                 self.workers()
             ) == prefill + decode == len(self.processes(*ROLES))
 
-        try:
-            until(there, f"{prefill} prefill and {decode} decode workers", timeout_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {self.state()}") from None
+        self._until(there, f"{prefill} prefill and {decode} decode workers", timeout_s)
 
     def both_fail(self, timeout_s: float) -> dict[str, dict[str, Any]]:
         """Wait until a start of each role has failed; what each says."""
+
+        def both() -> bool:
+            return len(self.failures()) == len(ROLES)
+
+        self._until(both, "workers fail to start", timeout_s)
+        return self.failures()
+
+    def _until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Wait; if in vain, say in what state the deployment is."""
         try:
-            until(lambda: len(self.failures()) == len(ROLES), "workers fail to start", timeout_s)
+            until(condition, what, timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.state()}") from None
-        return self.failures()
 
     def failures(self) -> dict[str, dict[str, Any]]:
         """The last start that failed, by role."""
