@@ -93,9 +93,11 @@ class Planner:
 
     def _decide(self, now: float) -> None:
         told = {role: self._told[role] for role in POOLS}
+        # What was decided last is on its way, while Serve may still tell what was before.
+        targets = {role: self.target(role, told[role].target) for role in POOLS}
         seen = self._signals.observe(
             now,
-            targets={role: told[role].target for role in POOLS},
+            targets=targets,
             ready={role: told[role].ready for role in POOLS},
             start_failures=self._failures,
         )
@@ -105,7 +107,7 @@ class Planner:
         decision = decide(seen, self._signals.profile, self.config, self._memory)
         self._memory = decision.memory
         for role in POOLS:
-            self._note(role, told[role].target, decision, now)
+            self._note(role, targets[role], decision, now)
         self._publish(
             {
                 "targets": {role: self._targets[role] for role in self._scaled()},

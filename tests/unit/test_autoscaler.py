@@ -183,6 +183,19 @@ def test_idle_pools_go_to_none_and_the_first_request_wakes_both(posts: Posts, cl
     assert len(changes_since(world.prefill, asleep)) == 1
 
 
+def test_a_decision_that_serve_has_not_taken_up_yet_is_no_second_one(
+    posts: Posts, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve's controller has much to do, and tells what was, for three decisions."""
+    world = World(clock, sizes=(0, 0))
+    world.run(10)
+    world.waiting = 1.0
+    monkeypatch.setattr(world.decode, "context", lambda: Context(0, 0, world.decode.metrics))
+    world.run(REPORT_S + 4 * CONFIG.interval_s)
+    assert posts.last["targets"] == {"prefill": 1, "decode": 1}
+    assert posts.last["decisions"] == {("prefill", "up", "wake"): 1, ("decode", "up", "wake"): 1}
+
+
 def test_the_time_of_the_first_start_is_no_idle_time(posts: Posts, clock: Clock) -> None:
     """Else a large model would never be there: stopped before it has started."""
     world = World(clock, start_s=3 * CONFIG.idle_s, started=False)
