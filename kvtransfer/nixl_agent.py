@@ -44,6 +44,19 @@ def _handlers_kept() -> Iterator[None]:
         logging.config.dictConfig = configure
 
 
+def advice(error: ImportError) -> str:
+    """What to do when NIXL cannot be imported. It comes with large libraries, and the linker's
+    words for too little memory are not those of a missing package.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        return "install the package nixl, which exists for Linux, or choose the tcp transport"
+    words = str(error)
+    unmapped = "failed to map segment" in words and "not permitted" not in words  # else: noexec
+    if unmapped or "allocate memory" in words:
+        return "there is not enough memory for its libraries: give this process more"
+    return "install the package nixl anew, or choose the tcp transport"
+
+
 class NixlAgent:
     """``raw`` is the agent of the bindings ``nixl``, None once it is destroyed."""
 
@@ -60,10 +73,7 @@ class NixlAgent:
             with _handlers_kept():
                 from nixl import _bindings as nixl
         except ImportError as error:
-            raise TransportError(
-                f"nixl cannot be imported ({error}): install the package nixl, which exists for "
-                "Linux, or choose the tcp transport"
-            ) from error
+            raise TransportError(f"nixl cannot be imported ({error}): {advice(error)}") from error
         config = nixl.nixlAgentConfig()
         config.useProgThread = True  # connections are made while nobody polls
         config.pthrDelay = _PROGRESS_US

@@ -74,6 +74,11 @@ class Observation:
         """Nobody asks, waits or runs."""
         return not (self.queued or self.running or self.queued_tokens or self.short.requests)
 
+    @property
+    def known_s(self) -> float:
+        """Length of the longest time over which it is known what arrived."""
+        return max(window.seconds for window in (*self.lately, self.long))
+
 
 @dataclass(frozen=True)
 class PoolMemory:

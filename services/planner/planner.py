@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 
+from services.planner.arriving import LEAST_S
 from services.planner.config import PoolScaling, ScalingConfig
 from services.planner.demand import DecodeLoad, Need, PrefillLoad, decode_load, prefill_load
 from services.planner.observation import (
@@ -64,7 +65,7 @@ def decide(
     shared = _share(wanted, pools, config.budget)
     decided, memories = [], []
     for pool, want in zip(pools, shared, strict=True):
-        decision, memory = _settle(pool, want, seen.at)
+        decision, memory = _settle(pool, want, seen.at, seen.known_s)
         decided.append(decision)
         memories.append(memory)
     decided = _fit(decided, pools, config.budget)
@@ -202,7 +203,9 @@ def _fit(decided: list[PoolDecision], pools: list[_Pool], budget: int) -> list[P
 # --- cool-downs -----------------------------------------------------------------------------------
 
 
-def _settle(pool: _Pool, want: PoolDecision, now: float) -> tuple[PoolDecision, PoolMemory]:
+def _settle(
+    pool: _Pool, want: PoolDecision, now: float, known_s: float
+) -> tuple[PoolDecision, PoolMemory]:
     """When the pool may have what it wants, and what is remembered if that is not now."""
     config, seen, past = pool.config, pool.seen, _held(pool, now)
     if not config.scales:
@@ -212,6 +215,8 @@ def _settle(pool: _Pool, want: PoolDecision, now: float) -> tuple[PoolDecision, 
         words = f"{seen.start_failures} starts have failed in a row; the next is tried later"
         return PoolDecision(works, want.need, "start_failures", words), past
     enough = max(min(pool.down.workers, config.max), want.target)
+    if known_s < LEAST_S:  # the load counts as less than it is, as after a controller's restart
+        enough = max(enough, min(seen.target, config.max))
     if want.reason == "idle":
         enough = want.target
     if want.reason == "budget":

@@ -245,6 +245,24 @@ def test_a_controller_that_restarts_goes_on_from_the_targets_that_serve_kept(
     assert world.prefill.target == before
 
 
+def test_a_controller_that_restarts_removes_nobody_before_it_knows_the_load(
+    posts: Posts, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for in the first seconds is less than what is asked for in ten."""
+    quick = replace(POOL, down_after_s=3.0)
+    world = World(clock, config=replace(CONFIG, prefill=quick, decode=quick), sizes=(6, 1))
+    world.load.rate = 3
+    world.run(120)
+    settled = clock.now
+    assert world.prefill.target > 1
+    monkeypatch.setattr(autoscaler, "_PLANNERS", {})
+    for each in world.deployments:
+        each.policy = Autoscaler(each.role, asdict(world.config), "registry-of-this-one")
+        each.heard.clear()
+    world.run(60)
+    assert changes_since(world.prefill, settled) == changes_since(world.decode, settled) == []
+
+
 def test_starts_that_fail_again_and_again_are_tried_later(posts: Posts, clock: Clock) -> None:
     world = World(clock, start_s=1e9)
     world.run(10)

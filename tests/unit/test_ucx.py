@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.nixl_agent import NixlAgent
+from kvtransfer.nixl_agent import NixlAgent, advice
 from kvtransfer.ucx import AUTOMATIC, UcxOptions, described, settle
 from services import settings
 from services.config import AppConfig, from_yaml
@@ -107,3 +107,20 @@ def test_what_reaches_ucx(
     assert seen == {**mine, "UCX_NET_DEVICES": "mlx5_2:1"}  # each role by itself
     left = {name: v for name, v in os.environ.items() if name.startswith("UCX_")}
     assert left == {**mine, "UCX_RNDV_SCHEME": ""}
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'nixl'"), "install the package nixl, which"),
+        (ImportError("libgrpc.so: failed to map segment from shared object"), "not enough memory"),
+        (
+            ImportError("libucp.so: cannot open shared object file: Cannot allocate memory"),
+            "memory",
+        ),
+        (ImportError("libucp.so: failed to map segment: Operation not permitted"), "anew"),
+        (ImportError("libucp.so.0: cannot open shared object file: No such file"), "anew"),
+    ],
+)
+def test_what_to_do_when_nixl_cannot_be_imported(error: ImportError, words: str) -> None:
+    assert words in advice(error)
