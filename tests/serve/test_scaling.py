@@ -66,7 +66,7 @@ def test_a_pool_shrinks_while_its_streams_go_on(deployed: Scaled, small_judge: J
     """A worker that is too many finishes what it can within its drain, and hands the rest back."""
     deployed.settle(1, 2)
     with Watch(deployed) as watch:
-        streams = [Stream(deployed.server, prompt(n, 40), 300, f"down {n}") for n in range(4)]
+        streams = [Stream(deployed.server, prompt(n, 40), 600, f"down {n}") for n in range(4)]
         deployed.settle(1, 1)
         assert not any(stream.over for stream in streams), "too late to show anything"
         for stream in streams:
